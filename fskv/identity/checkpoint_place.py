@@ -1,8 +1,14 @@
-"""Where the files of a model are on this machine: its path, or the snapshot in the cache of a hub's name."""
+"""Where the files of a model are on this machine, and what it is called: a path, or a snapshot of the hub."""
 
 from __future__ import annotations
 
 import os
+import re
+
+from fskv.identity.checkpoint_file import os_errors
+
+# A snapshot in the cache of the hub: engines that are offline put its path in the place of the hub's name.
+_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
 def checkpoint_place(name: str, revision: str | None = None, cache_dir: str | None = None) -> str:
@@ -20,3 +26,34 @@ def checkpoint_place(name: str, revision: str | None = None, cache_dir: str | No
         )
     except Exception:  # whatever a hub's library raises for a name that is none
         return name
+
+
+def model_name(model: str) -> str:
+    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
+    if not os.path.exists(model):
+        return model
+    found = _SNAPSHOT.search(os.path.abspath(model))
+    if found is not None:
+        return found[1].replace("--", "/")
+    return os.path.basename(os.path.abspath(model)) or "model"
+
+
+def commit_of(path: str) -> str | None:
+    """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
+
+    Untouched, all its files are links to blobs, which are named by their content, and each blob is older than
+    the link to it: the hub's library makes the link last, and who saves to the link writes into the blob.
+    """
+    found = _SNAPSHOT.search(os.path.abspath(path))
+    if found is None:
+        return None
+    blobs = os.path.realpath(os.path.join(path, "..", "..", "blobs"))
+    for directory, _, names in os.walk(path):
+        for name in names:
+            file = os.path.join(directory, name)
+            if not os.path.islink(file) or os.path.dirname(os.path.realpath(file)) != blobs:
+                return None
+            with os_errors(file):
+                if os.stat(file).st_mtime_ns > os.lstat(file).st_mtime_ns:
+                    return None
+    return found[2]

@@ -89,9 +89,15 @@ logger = logging.getLogger(__name__)
 
 
 def weights_fingerprint(
-    model_path: str, *, revision_commit: str | None, loaded: Collection[str] | None = None
+    model_path: str,
+    *,
+    weights_id: str | None = None,
+    revision_commit: str | None = None,
+    loaded: Collection[str] | None = None,
 ) -> str:
     """Return "commit:<40 hex>" if the commit is known, else "sampled:<sha256>" of local files.
+
+    With the option `weights_id` it is "named:" and that name, and no file is read.
 
     `model_path` is what the engine loaded: a checkpoint directory, a single weights file, or a hub id, which
     says nothing without a commit. Symbolic links are followed: a Hugging Face snapshot is made of them.
@@ -102,6 +108,8 @@ def weights_fingerprint(
     Raises ConfigError that names the file, or the option `weights_id` where nothing local can be read. A
     change confined to unsampled bytes is not seen. Costs two reads of 4 KiB a tensor, 16 at a time.
     """
+    if weights_id is not None:
+        return f"named:{weights_id}"
     if revision_commit is not None and _COMMIT.fullmatch(revision_commit):
         return f"commit:{revision_commit}"
     with os_errors(model_path):
@@ -143,6 +151,16 @@ def checkpoint_state(model_path: str) -> dict[str, State]:
             except OSError:  # a dangling link; the fingerprint says so if it has to read it
                 states[name] = ()
     return states
+
+
+def changed_file(model_path: str, before: Mapping[str, State]) -> str | None:
+    """Return the first file whose state is another one than `before`, None where all are the same.
+
+    Raises ConfigError as `checkpoint_state`, which `before` is of.
+    """
+    now = checkpoint_state(model_path)
+    changed = (name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return min(changed, default=None)
 
 
 def kv_config(tree: Mapping[str, object]) -> dict[str, object]:

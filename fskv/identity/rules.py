@@ -89,12 +89,17 @@ def settings(
             continue
         if _is_secret(name, value):
             continue
-        tree = found
-        *parts, last = name.split(".")
-        for part in parts:
-            tree = tree.setdefault(part, {})  # type: ignore[assignment]
-        tree[last] = shown(value, name)
+        _put(found, name, shown(value, name))
     return found
+
+
+def _put(tree: dict[str, Json], name: str, value: Json) -> None:
+    part, dot, rest = name.partition(".")
+    inner = tree.setdefault(part, {}) if dot else None
+    if isinstance(inner, dict):
+        _put(inner, rest, value)
+    else:
+        tree[name] = value
 
 
 def environment(
@@ -251,6 +256,8 @@ def _files(path: str) -> Iterator[str]:
     if os.path.isfile(path):
         yield path
         return
+    if not os.path.isdir(path):
+        raise OSError(f"{path} is neither a file nor a directory")
     for directory, inner, names in os.walk(path):
         inner.sort()
         yield from (os.path.join(directory, name) for name in sorted(names))

@@ -26,8 +26,7 @@ from fskv.data_path.store import ChunkStore
 from fskv.engines.vllm import places
 from fskv.engines.vllm.files import file_layouts, own_files
 from fskv.engines.vllm.identity import engine_groups
-from fskv.errors import RestError
-from fskv.errors import ConfigError
+from fskv.errors import ConfigError, RestError
 from fskv.plan.spans import plan_job
 from fskv.root.root import Root
 from fskv.transports.host import HostTransport

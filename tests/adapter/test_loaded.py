@@ -344,8 +344,8 @@ def hub(tmp_path, checkpoint, monkeypatch):
 
 
 def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
-    from fskv.engines.vllm.identity import _model_name
     from fskv.engines.vllm.loaded import checkpoint_of, weights_text
+    from fskv.identity.checkpoint_place import model_name
 
     plain = SimpleNamespace(weights_id=None)
     offline = checkpoint_of(config_of(hub).model_config)
@@ -355,7 +355,7 @@ def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path)
         model.revision = revision
         online = checkpoint_of(model, load)
         assert weights_text(offline, plain) == weights_text(online, plain) == f"commit:{COMMIT}"
-    assert _model_name(str(hub)) == "some/llama"
+    assert model_name(str(hub)) == "some/llama"
     assert checkpoint_of(config_of("nobody/nothing").model_config, load) == "nobody/nothing"
 
 

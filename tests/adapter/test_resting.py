@@ -36,11 +36,10 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager
     from fskv.engines.vllm.places import places_of
-    from fskv.errors import RestError
     from fskv.engines.vllm.resting_connector import RestingConnector
     from fskv.engines.vllm.spec import FskvOffloadingSpec
     from fskv.engines.vllm.worker import RestingWorker
-    from fskv.errors import ConfigError
+    from fskv.errors import ConfigError, RestError
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
 pytestmark = VLLM

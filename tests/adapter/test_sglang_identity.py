@@ -16,7 +16,7 @@ from toy_engine import PAGE_NBYTES, identity
 
 from fskv.config import StoreConfig
 from fskv.engines.prometheus import Publisher
-from fskv.engines.sglang.arguments import telling_arguments, telling_environment
+from fskv.engines.sglang.harmless import HARMLESS_ARGUMENTS, HARMLESS_VARIABLES, VARIABLES
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
     _NEEDED,
@@ -27,7 +27,8 @@ from fskv.engines.sglang.identity import (
     store_options,
     take_options,
 )
-from fskv.errors import ConfigError
+from fskv.errors import ConfigError, RestError
+from fskv.identity.rules import environment, settings
 from fskv.offload import KvStore
 from fskv.types import ChunkId
 
@@ -270,8 +271,9 @@ def test_no_secret_is_in_a_manifest(derive):
     secrets = {"api_key": "5ecret", "admin_api_key": "5ecret", "watermark_key": "5ecret"}
     secrets |= {"ssl_keyfile_password": "5ecret"}
     assert "5ecret" not in json.dumps(derive(arguments=secrets).to_manifest())
-    shown = derive(arguments={"rl_quant_profile": "5ecret"})
-    assert "5ecret" in json.dumps(shown.to_manifest()), "the control"
+    shown = json.dumps(derive(arguments={"rl_quant_profile": "5ecret"}).to_manifest())
+    assert "rl_quant_profile" in shown, "the control: others are named"
+    assert "5ecret" not in shown, "and a value has a digest alone"
 
 
 # Arguments that bring weights which are not the checkpoint's, while --load-format is auto.
@@ -310,12 +312,12 @@ OTHER_WEIGHTS = {
         ({"pool": {"layout": "page_unified"}}, "--hicache-mem-layout: found 'page_unified'"),
         ({"ranks": {"should_split_heads": True}}, "tp_lcm_size"),
         ({"checkpoint": "org/name"}, "'weights_id'"),
-        ({"arguments": {"forward_hooks": object()}}, "cannot tell whether it changes KV"),
+        ({"arguments": {"forward_hooks": object()}}, "setting 'forward_hooks': found object"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_found_out_is_refused_in_one_sentence(derive, change, sentence):
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises((ConfigError, RestError)) as refusal:
         derive(**change)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -527,11 +529,15 @@ def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
     assert 'sglang:fskv_known_chunks{tp_rank="3"} 1.0' in text
 
 
+def told(variables):
+    return environment(variables, VARIABLES, HARMLESS_VARIABLES)
+
+
 def test_what_is_not_known_to_be_harmless_counts():
-    assert telling_arguments({"port": 1, "log_level": "x"}, {}) == {}
-    assert telling_arguments({"ports": 1}, {}) == {"ports": 1}
-    assert telling_environment({"SGLANG_LOG_MS": "1", "OTHER": "1"}) == {}
-    assert telling_environment({"SGLANG_NEW": "1"}) == {"SGLANG_NEW": "1"}
+    assert settings({"port": 1, "log_level": "x"}, {}, HARMLESS_ARGUMENTS) == {}
+    assert settings({"ports": 1}, {}, HARMLESS_ARGUMENTS) == {"ports": 1}
+    assert told({"SGLANG_LOG_MS": "1", "OTHER": "1"}) == {}
+    assert told({"SGLANG_NEW": "1"}) == {"SGLANG_NEW": 1}
     telling = dict.fromkeys(
         (
             *("AITER_FORCE_A8W4", "FLASHINFER_NVFP4_4OVER6", "ROCM_QUICK_REDUCE_QUANTIZATION"),
@@ -550,4 +556,4 @@ def test_what_is_not_known_to_be_harmless_counts():
         ),
         "1",
     )
-    assert telling_environment({**telling, **harmless}) == telling
+    assert told({**telling, **harmless}) == dict.fromkeys(telling, 1)

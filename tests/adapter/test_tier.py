@@ -44,12 +44,11 @@ with warnings.catch_warnings():
     from demo import cpu_tiering
     from fskv.data_path.job import Job
     from fskv.engines.vllm.identity import EngineGroup
-    from fskv.errors import RestError
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.rows import PlacedTensor, own_rows, slice_rows
     from fskv.engines.vllm_tier.tier import FskvTier
     from fskv.engines.vllm_tier.workers import Report, combine, placed_tensors
-    from fskv.errors import ConfigError
+    from fskv.errors import ConfigError, RestError
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
 pytestmark = VLLM

@@ -22,10 +22,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fskv.config import StoreConfig
+from fskv.engines.vllm.harmless import HARMLESS_OPTIONS
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.checkpoint_place import checkpoint_place
-from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
+from fskv.identity.checkpoint_place import checkpoint_place, model_name
+from fskv.identity.fingerprint import (
+    changed_file,
+    checkpoint_state,
+    kv_config,
+    weights_fingerprint,
+)
+from fskv.identity.rules import settings
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.types import ChunkId
 
@@ -85,7 +92,7 @@ class Model:
         if place != self.place and os.path.exists(place):
             return True
         try:
-            return checkpoint_state(self.place) != self.files
+            return changed_file(self.place, self.files) is not None
         except ConfigError:  # it cannot be read just now: what comes back is looked at
             return False
 
@@ -224,11 +231,7 @@ def read_model(name: str, entry: Mapping[str, Any]) -> Model:
     files = None
     if weights_id is None and os.path.exists(place):
         files = checkpoint_state(place)
-    weights = (
-        f"named:{weights_id}"
-        if weights_id is not None
-        else weights_fingerprint(place, revision_commit=None)
-    )
+    weights = weights_fingerprint(place, weights_id=weights_id)
     found = {each: _json_of(os.path.join(place, each)) for each in _CONFIGS}
     media = sorted(
         {key for config in found.values() for key in _keys(config) if _MEDIA.search(key)}
@@ -301,15 +304,12 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
     _check_isa(model, kind)
     shapes = ",".join("x".join(map(str, shape)) for shape in kind.shapes)
     first = kind.shapes[0]
-    name = (
-        os.path.basename(os.path.abspath(model.name)) if os.path.exists(model.name) else model.name
-    )
     dtypes = "+".join(sorted(set(kind.dtypes)))
     return Identity(
         engine="lmcache",
         engine_version=version,
         arch=model.arch,
-        model_name=name or "model",
+        model_name=model_name(model.name),
         weights=model.weights,
         model_config=model.model_config,
         kv_cache_dtype=str(model.settings.get("kv_cache_dtype", dtypes)),
@@ -339,7 +339,11 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
         lora="off",
         extra={
             "computed_by": model.engine,
-            "settings": dict(model.settings),
+            **(
+                {"settings": told}
+                if (told := settings(model.settings, {}, HARMLESS_OPTIONS))
+                else {}
+            ),
             "block_size": model.block_size,
             **({"isa": model.isa} if model.isa is not None else {}),
         },

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from fskv.config import Deadline, StoreConfig
-from fskv.engines.sglang.arguments import telling_arguments, telling_environment
+from fskv.engines.sglang.harmless import HARMLESS_ARGUMENTS, HARMLESS_VARIABLES, VARIABLES
 from fskv.engines.sglang.host_pool import HostPages
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.fingerprint import checkpoint_state, weights_fingerprint
+from fskv.identity.checkpoint_place import model_name
+from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
+from fskv.identity.rules import environment, settings
 from fskv.namespace import GroupIdentity, Identity, Json
 
 # Arguments of the server without which nothing can be said.
@@ -39,7 +41,6 @@ _CALIBRATED = ("modelopt", "modelopt_fp8")  # --quantization, of a checkpoint th
 _MAX_DEADLINE_S = 7.0
 # Where an algorithm has no draft model, its KV is the target's alone.
 _SPECULATIVE = (None, "NGRAM")
-_VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +140,9 @@ def build_identity(
         engine="sglang",
         engine_version=facts.version,
         arch=facts.arch,
-        model_name=_model_name(str(arguments["model_path"])),
+        model_name=model_name(str(arguments["model_path"])),
         weights=_weights(facts, config),
-        model_config={name: v for name, v in facts.hf_config.items() if name not in _VOLATILE},
+        model_config=cast("dict[str, Json]", kv_config(facts.hf_config)),
         kv_cache_dtype=kv_dtype,
         model_dtype=facts.model_dtype,
         kv_cache_layout=pages.layout,
@@ -219,14 +220,9 @@ def _check(facts: ServerFacts, config: StoreConfig, ranks: Any) -> None:
         )
 
 
-def _model_name(path: str) -> str:
-    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
-    return (os.path.basename(os.path.abspath(path)) or "model") if os.path.exists(path) else path
-
-
 def _weights(facts: ServerFacts, config: StoreConfig) -> str:
     if config.weights_id is not None:
-        return f"named:{config.weights_id}"
+        return weights_fingerprint(facts.checkpoint, weights_id=config.weights_id)
     load_format = str(facts.arguments["load_format"])
     if load_format not in _LOAD_FORMATS:
         raise ConfigError(
@@ -239,7 +235,7 @@ def _weights(facts: ServerFacts, config: StoreConfig) -> str:
             raise _not_the_checkpoints(f"--{name.replace('_', '-')}", value)
     if _is_calibrated(facts):
         raise _not_the_checkpoints("--quantization", facts.arguments["quantization"])
-    fingerprint = weights_fingerprint(facts.checkpoint, revision_commit=None)
+    fingerprint = weights_fingerprint(facts.checkpoint)
     _check_unchanged(facts)
     return fingerprint
 
@@ -288,10 +284,10 @@ def _attention(arguments: Mapping[str, Any]) -> str:
 
 def _extra(facts: ServerFacts, pages: HostPages) -> dict[str, Json]:
     extra: dict[str, Json] = {}
-    if told := telling_arguments(facts.arguments, facts.defaults):
-        extra["arguments"] = told
-    if environment := telling_environment(facts.environment):
-        extra["environment"] = environment
+    if told := settings(facts.arguments, facts.defaults, HARMLESS_ARGUMENTS):
+        extra["settings"] = told
+    if variables := environment(facts.environment, VARIABLES, HARMLESS_VARIABLES):
+        extra["environment"] = variables
     if pages.storage_format is not None:
         extra["storage_format"] = pages.storage_format
     return extra

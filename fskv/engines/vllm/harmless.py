@@ -1,7 +1,7 @@
 """The settings of vLLM that cannot change KV at equal keys: all others are in the identity.
 
-Each name stands in a group with the one reason that holds for all of it. They were judged for vLLM 0.32 by the
-code that reads them. A "*" stands for whole parts whose purpose is the reason.
+Each name stands in a group with the one reason that holds for all of it. They were judged by how vLLM 0.32
+uses them. A "*" stands for whole parts whose purpose is the reason.
 """
 
 from __future__ import annotations
@@ -334,3 +334,13 @@ _VARIABLES = {
 
 HARMLESS_FIELDS = Names.of(_FIELDS)
 HARMLESS_VARIABLES = Names.of(_VARIABLES)
+# As options of a line, for LMCache, which knows no configuration: without those that vLLM's identity has.
+HARMLESS_OPTIONS = Names(
+    [
+        name
+        for reason, parts in _FIELDS.items()
+        if not reason.startswith(("it stands in", "fskv refuses"))
+        for part in ("model_config", "cache_config", "parallel_config", "scheduler_config")
+        for name in parts.get(part, "").split()
+    ]
+)

@@ -38,7 +38,6 @@ from fskv.engines.vllm.loaded import (
     check_unchanged,
     checkpoint_of,
     code_digests,
-    hub_name,
     loaded_files,
     modules_of,
     resolved_configs,
@@ -49,6 +48,7 @@ from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, 
 from fskv.engines.vllm.settings import counting_settings
 from fskv.errors import ConfigError, RestError
 from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.identity.checkpoint_place import model_name
 from fskv.identity.fingerprint import kv_config
 from fskv.identity.rules import normal, shown
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
@@ -181,7 +181,7 @@ def build_identity(
         engine="vllm",
         engine_version=version_text(vllm_version),
         arch=gpu_arch(),
-        model_name=_model_name(model.model),
+        model_name=model_name(model.model),
         weights=weights,
         model_config=_model_config(model, modules),
         kv_cache_dtype=kv_dtype,
@@ -324,13 +324,6 @@ def _tokens_per_block(spec: KVCacheSpec, dcp: int) -> int:
     from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
     return int(resolve_dcp_kv_block_size(spec, dcp))
-
-
-def _model_name(model: str) -> str:
-    """Return the hub's name, or a local checkpoint's last component: nodes may mount it elsewhere."""
-    if not os.path.exists(model):
-        return model
-    return hub_name(model) or os.path.basename(os.path.abspath(model)) or "model"
 
 
 def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:

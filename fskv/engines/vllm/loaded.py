@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,9 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fskv.errors import ConfigError
-from fskv.identity.checkpoint_file import os_errors
-from fskv.identity.checkpoint_place import checkpoint_place
-from fskv.identity.fingerprint import checkpoint_state, weights_files, weights_fingerprint
+from fskv.identity.checkpoint_place import checkpoint_place, commit_of
+from fskv.identity.fingerprint import (
+    changed_file,
+    checkpoint_state,
+    weights_files,
+    weights_fingerprint,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     from fskv.config import StoreConfig
     from fskv.namespace import Json
 
-# A snapshot in the cache of the hub: vLLM puts its path in the place of the hub's name where it is offline.
-_SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 # What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
 _PICKED_FROM = (".safetensors", ".bin", ".pt")
 # A method of a worker, its runner or its models may change weights if one of these words is in its name ...
@@ -195,15 +196,10 @@ def check_unchanged(loaded: Loaded, vllm_config: VllmConfig) -> None:
             )
         if isinstance(before, str):
             raise ConfigError(before)
-        now = checkpoint_state(path)
-        changed = sorted(
-            name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-        )
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        if (changed := changed_file(path, before)) is not None:
             raise ConfigError(
-                f"checkpoint {path}: {changed[0] or 'the file'}{more} changed while the engine loaded it, so "
-                "nobody knows which weights it has; start the engine again"
+                f"checkpoint {path}: {changed or 'the file'} changed while the engine loaded it, so nobody "
+                "knows which weights it has; start the engine again"
             )
 
 
@@ -217,31 +213,10 @@ def weights_text(path: str, config: StoreConfig, files: list[str] | None = None)
     names them.
     """
     if config.weights_id is not None:
-        return f"named:{config.weights_id}"
+        return weights_fingerprint(path, weights_id=config.weights_id)
     return weights_fingerprint(
         path, revision_commit=commit_of(path), loaded=_counted(path, files) if files else None
     )
-
-
-def commit_of(path: str) -> str | None:
-    """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
-
-    Untouched, all its files are links to blobs, which are named by their content, and each blob is older than
-    the link to it: the hub's library makes the link last, and who saves to the link writes into the blob.
-    """
-    found = _SNAPSHOT.search(os.path.abspath(path))
-    if found is None:
-        return None
-    blobs = os.path.realpath(os.path.join(path, "..", "..", "blobs"))
-    for directory, _, names in os.walk(path):
-        for name in names:
-            file = os.path.join(directory, name)
-            if not os.path.islink(file) or os.path.dirname(os.path.realpath(file)) != blobs:
-                return None
-            with os_errors(file):
-                if os.stat(file).st_mtime_ns > os.lstat(file).st_mtime_ns:
-                    return None
-    return found[2]
 
 
 def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
@@ -251,12 +226,6 @@ def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
         getattr(model_config, "revision", None),
         getattr(load_config, "download_dir", None),
     )
-
-
-def hub_name(path: str) -> str | None:
-    """Return the hub's name of a snapshot in its cache, None for other paths."""
-    found = _SNAPSHOT.search(os.path.abspath(path))
-    return found[1].replace("--", "/") if found else None
 
 
 def loaded_files(path: str, model_config: Any, load_config: Any, model: Any) -> list[str] | None:

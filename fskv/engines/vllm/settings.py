@@ -30,7 +30,7 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
     cannot be compared.
     """
     values, defaults = rules.fields_of(vllm_config)
-    _resolve(values, vllm_config)
+    _resolve(values)
     values |= _derived(vllm_config)
     found = rules.settings(values, defaults, HARMLESS_FIELDS)
     # vLLM sets this one itself on some CPUs, to what it is without.
@@ -45,11 +45,10 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
     return found
 
 
-def _resolve(values: dict[str, Any], vllm_config: VllmConfig) -> None:
+def _resolve(values: dict[str, Any]) -> None:
     """Take out what is the default by another name."""
-    if (
-        values.get("model_config.model_impl") == "vllm"
-    ):  # what "auto" means where vLLM has the model
+    # What "auto" means where vLLM has the model.
+    if values.get("model_config.model_impl") == "vllm":
         del values["model_config.model_impl"]
     worker = values.pop("parallel_config.worker_cls", "auto")
     if isinstance(worker, type):

@@ -1,0 +1,150 @@
+"""The rule for settings: what counts, how it is written down, and what is never written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+
+import pytest
+import torch
+
+from fskv.errors import RestError
+from fskv.identity.rules import Names, environment, fields_of, normal, settings
+
+NONE = Names([])
+
+
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
+def test_names_are_read_from_groups_and_may_stand_for_all_that_begin_so():
+    names = Names.of({"a reason": {"": "one", "part": "two three_*"}})
+    for name, is_in in (("one", True), ("two", False), ("part.two", True), ("part.three_x", True)):
+        assert (name in names) is is_in
+
+
+def test_what_is_the_default_by_another_spelling_does_not_count():
+    values = {"dtype": torch.float16, "kind": Kind.A, "list": ("a", "b"), "set": {"b", "a"}}
+    same = {"dtype": torch.float16, "kind": Kind.A, "list": ["a", "b"], "set": {"a", "b"}}
+    assert settings(values, same, NONE) == {}
+    others = {"dtype": torch.bfloat16, "kind": Kind.B, "list": ["b", "a"], "set": {"a"}}
+    assert set(settings(values, others, NONE)) == set(values)
+    assert set(settings({"one": True, "none": 0}, {"one": 1, "none": None}, NONE)) == {
+        "one",
+        "none",
+    }
+
+
+def test_numbers_are_written_as_they_are_and_other_values_as_digests():
+    found = settings({"n": 3, "on": True, "kind": Kind.B, "text": "private"}, {}, NONE)
+    assert (found["n"], found["on"], found["kind"]) == (3, True, "B")
+    assert str(found["text"]).startswith("sha256:")
+    assert "private" not in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "part.hf_token", "S3_SECRET", "DB_PASSWORD", "AITER_ACCESS_KEY", "key"]
+)
+def test_a_secret_enters_no_manifest_by_name_or_value(name):
+    assert settings({name: "s3cr3t"}, {}, NONE) == {}
+    assert environment({name: "s3cr3t"}, ["*"], NONE) == {}
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "max_token_budget", "key_cache_bits"])
+def test_a_number_is_no_secret(name):
+    assert settings({name: 4}, {}, NONE) == {name: 4}
+
+
+def test_a_text_that_may_be_a_secret_or_not_is_neither_written_nor_passed_over():
+    with pytest.raises(RestError, match=r"setting 'part\.key_dtype'"):
+        settings({"part.key_dtype": "fp8"}, {}, NONE)
+    assert settings({"part.key_dtype": "fp8"}, {"part.key_dtype": "fp8"}, NONE) == {}
+    assert settings({"part.key_dtype": "fp8"}, {}, Names(["part.key_dtype"])) == {}
+
+
+def test_a_secret_inside_of_a_value_is_left_out_of_its_digest():
+    one, other, third = (
+        settings({"loader": {"uri": uri, "aws_secret_access_key": key}}, {}, NONE)
+        for uri, key in (("s3://a", "x"), ("s3://a", "y"), ("s3://b", "x"))
+    )
+    assert one == other != third
+
+
+@pytest.mark.parametrize("value", [object(), lambda: None, {"inside": [object()]}, iter(())])
+def test_an_object_without_a_stable_text_is_named(value):
+    with pytest.raises(RestError, match=r"setting 'part\.field': found"):
+        settings({"part.field": value}, {}, NONE)
+
+
+def test_objects_count_by_their_fields_and_classes_by_their_place():
+    class Config:
+        def __init__(self, bits):
+            self.bits = bits
+
+    assert normal(Config(4), "x") == normal(Config(4), "x") != normal(Config(8), "x")
+    assert normal(json.JSONDecoder, "x") == "json.decoder.JSONDecoder"
+    with pytest.raises(RestError):
+        normal(Config, "x")  # made in a function
+
+
+def test_a_path_counts_by_what_lies_there(tmp_path):
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    a, b, c = (normal(str(tmp_path / name), "x") for name in "abc")
+    assert a == b != c
+    a, b, c = (normal({"path": str(tmp_path / name / "config.json")}, "x") for name in "abc")
+    assert a == b != c
+    assert normal("org/model", "x") == "org/model"
+
+
+def test_a_path_that_cannot_be_read_or_has_too_much_is_named(tmp_path, monkeypatch):
+    from fskv.identity import rules
+
+    monkeypatch.setattr(rules, "_MAX_NBYTES", 10)
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    with pytest.raises(RestError, match=r"setting 'part\.path': .* has more than fskv reads"):
+        settings({"part.path": str(tmp_path)}, {}, NONE)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RestError, match=r"setting 'part\.path'"):
+        settings({"part.path": str(tmp_path / "pipe")}, {}, NONE)
+
+
+def test_a_value_that_holds_itself_is_named():
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(RestError, match=r"setting 'x'"):
+        settings({"x": endless}, {}, NONE)
+
+
+def test_fields_are_those_of_all_parts_with_their_defaults():
+    @dataclasses.dataclass
+    class Inner:
+        a: int = 1
+        b: list[int] = dataclasses.field(default_factory=list)
+
+    @dataclasses.dataclass
+    class Outer:
+        name: str
+        inner: Inner = dataclasses.field(default_factory=Inner)
+        other: Inner | None = None
+
+    values, defaults = fields_of(Outer("x", other=Inner(a=2)))
+    assert values == {
+        "name": "x", "inner.a": 1, "inner.b": [], "other.a": 2, "other.b": [],
+    }  # fmt: skip
+    assert defaults == {"inner.a": 1, "inner.b": [], "other.a": 1, "other.b": []}
+    assert settings(values, defaults, Names(["name"])) == {"other": {"a": 2}}
+
+
+def test_what_kubernetes_sets_for_a_service_does_not_count():
+    of_service = {
+        "TRITON_SERVICE_HOST": "10.0.0.1", "TRITON_SERVICE_PORT": "80",
+        "TRITON_PORT": "tcp://10.0.0.1:80", "TRITON_PORT_80_TCP_ADDR": "10.0.0.1",
+    }  # fmt: skip
+    assert environment(of_service, [], NONE) == {}
+    assert environment({"TRITON_F32_DEFAULT": "tf32"}, [], NONE).keys() == {"TRITON_F32_DEFAULT"}
