@@ -400,6 +400,7 @@ class Mover:
 
 def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | None) -> float | None:
     """None also where the mount takes too long: a number of threads is no reason to refuse a root."""
+    asked = probe_file or directory.tmp_dir
     try:
         return call_with_deadline(
             lambda: measure_answer_s(
@@ -409,7 +410,7 @@ def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | No
                 probe_file=probe_file,
             ),
             _ANSWER_S,
-            f"option 'io_threads': \"auto\" is {LEAST_AUTO_THREADS}, as {directory.tmp_dir} did not answer",
+            f"option 'io_threads': \"auto\" is {LEAST_AUTO_THREADS}, as {asked} did not answer",
         )
     except RootError as error:
         logger.warning("fskv: %s", error)
