@@ -110,7 +110,8 @@ class StoreConfig:
     store: bool = _option(
         True,
         "true, false",
-        "Whether this engine stores at all. `false`: it loads what others have stored, and writes no chunk.",
+        "Whether this engine stores at all. `false`: it loads what others have stored, and the root may be "
+        "mounted read-only. It writes, dates and removes no file there, and starts no `maintenance`.",
     )
     io_threads: int | Literal["auto"] = _option(
         "auto",
@@ -135,15 +136,15 @@ class StoreConfig:
     direct_io: Literal["auto", "on", "off"] = _option(
         "auto",
         "auto, on, off",
-        "O_DIRECT. `auto` uses it where a write probe in the root succeeds; `on` refuses to start "
-        "where it does not; `off` goes through the page cache.",
+        "O_DIRECT. `auto` uses it where a write probe in the root succeeds, or a read with `store` `false`; "
+        "`on` refuses to start where it does not; `off` goes through the page cache.",
     )
     transport: Literal["auto", "host", "gds"] = _option(
         "auto",
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
-        "(GPUDirect Storage); where that does not work the log says why, and it is `host`. `auto`: `host`. "
-        "`fskv bench` measures both on a GPU and says which to write.",
+        "(GPUDirect Storage); where that does not work, or `store` is `false`, the log says why, and it is "
+        "`host`. `auto`: `host`. `fskv bench` measures both on a GPU and says which to write.",
     )
     fsync: bool = _option(
         False,
@@ -254,7 +255,14 @@ class StoreConfig:
             )
         bounds = ("max_bytes", "tenant_max_bytes")
         for name in bounds:
-            if self.maintenance == "off" and getattr(self, name) is not None:
+            if getattr(self, name) is None:
+                continue
+            if not self.store:
+                raise ConfigError(
+                    f"option 'store': found false with '{name}' set, expected true, or no bound: an engine "
+                    "that only loads removes nothing"
+                )
+            if self.maintenance == "off":
                 raise ConfigError(
                     f"option 'maintenance': found \"off\" with '{name}' set, expected \"on\": nothing else "
                     "would hold that bound"

@@ -28,30 +28,35 @@ def wanted_threads(answer_s: float | None, file_nbytes: int) -> int:
     return min(MOST_AUTO_THREADS, round(LEAST_AUTO_THREADS * (1 + beside)))
 
 
-def measure_answer_s(directory: str, file_mode: int, *, direct: bool) -> float | None:
+def measure_answer_s(
+    directory: str, file_mode: int, *, direct: bool, probe_file: str | None = None
+) -> float | None:
     """Return the seconds that opening a file and reading its first page takes; None where that fails.
 
     The shortest of a few looks, since a busy moment is not the mount's. The page cache is asked only where
     the file system has no way past it. May hang with the mount.
 
     A direct read has the page written before: only without one is the file synced, which may wait for all
-    that others have written.
+    that others have written. With `probe_file`, which is there, nothing is written.
     """
-    path = os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
+    path = probe_file or os.path.join(directory, f"probe-{secrets.token_hex(8)}.part")
     page = mmap.mmap(-1, ALIGNMENT)
     try:
-        with _opened(path, OPEN_PART, file_mode) as fd:
-            os.write(fd, page)
+        if probe_file is None:
+            with _opened(path, OPEN_PART, file_mode) as fd:
+                os.write(fd, page)
         if direct:
             with contextlib.suppress(OSError):  # no O_DIRECT here
                 return min(_look_s(path, page, os.O_DIRECT) for _ in range(_LOOKS))
-        with _opened(path, OPEN_READ) as fd:
-            os.fsync(fd)  # or the page stays in the cache
+        if probe_file is None:
+            with _opened(path, OPEN_READ) as fd:
+                os.fsync(fd)  # or the page stays in the cache
         return min(_look_s(path, page, 0) for _ in range(_LOOKS))
     except OSError:
         return None  # no room now, or a root that is only read
     finally:
-        unlink_quietly(path)
+        if probe_file is None:
+            unlink_quietly(path)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import stat as stat_module
 import threading
@@ -63,6 +64,8 @@ class Directory(Protocol):
     def digest(self) -> bytes: ...
     @property
     def dir_mode(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
     def part_path(self, path: str) -> str: ...
 
@@ -98,7 +101,7 @@ class ChunkStore(Generic[SlotT]):
         self._layouts = layouts
         self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
         self._transport = transport
-        self._touch_interval_s = touch_interval_s
+        self._touch_interval_s = touch_interval_s if directory.writable else math.inf
         # `is_local`: whether the root is on disks of this machine, None where its kind does not say.
         self._touch_published, self.is_local = call_with_deadline(
             lambda: (shows_late(self._root), is_local(self._root)),
@@ -197,7 +200,7 @@ class ChunkStore(Generic[SlotT]):
             plan.block_ids,
             plan.base,
             file_id in self._suspects,
-            *(use or ()),
+            *(use if use and self._directory.writable else ()),
         )
 
     def touch(self, file_id: FileId, use: Use | None = None, *, fresh: bool = False) -> None:
@@ -205,6 +208,8 @@ class ChunkStore(Generic[SlotT]):
 
         `fresh`: it was written just now.
         """
+        if not self._directory.writable:
+            return
         path = self.path(file_id)
         with contextlib.suppress(ChunkError, OSError), self._shard(path) as shard:
             if use is None:
@@ -315,9 +320,9 @@ class ChunkStore(Generic[SlotT]):
     def _discard(
         self, file_id: FileId, path: str, shard: int, file: OpenChunk[SlotT], error: ChunkError
     ) -> None:
-        """Unlink a bad file, but not one that has replaced it meanwhile."""
+        """Unlink a bad file, but not one that has replaced it meanwhile, nor one that others look after."""
         self._suspect(file_id)
-        if file.same_file(path, shard):
+        if self._directory.writable and file.same_file(path, shard):
             try:
                 os.unlink(os.path.basename(path), dir_fd=shard)
             except OSError as unlink_error:

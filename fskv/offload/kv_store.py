@@ -73,7 +73,7 @@ class KvStore:
         self._rank = rank
         self._anywhere = anywhere
         self.deadline = deadline or config.deadline
-        self.directory = _opened(config, create=True).open_namespace(identity)
+        self.directory = Root.of(config).open_namespace(identity)
         file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
@@ -110,7 +110,7 @@ class KvStore:
             self.directory,
             tensors,
             file_layouts,
-            restore=lambda: _opened(config, create=False).open_namespace(identity),
+            restore=lambda: Root.of(config, create=False).open_namespace(identity),
             deadline=self.deadline,
             patient=patient,
         )
@@ -240,12 +240,6 @@ def _stride_and_blocks(
             f"{where}: found a {type(memory).__name__}, expected a torch tensor of int8 or a memoryview"
         )
     return memory.stride(0), memory.shape[0]
-
-
-def _opened(config: StoreConfig, *, create: bool) -> Root:
-    return Root.open(
-        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
-    )
 
 
 def open_store(

@@ -87,9 +87,11 @@ class Lookup:
             recompute_s=recompute_s,
             clock=clock,
         )
-        # From `attach` on, unless somebody else maintains the root.
+        # From `attach` on, unless others maintain the root: who only loads writes nothing there.
         self.capacity: Capacity | None = None
         self.stopped = False  # for good: nothing is found, nothing is stored
+        # Who stores has made the root; who only loads may be there before somebody has.
+        self._has_root = config.store
         self._files: Sequence[RankFiles] = ()
         self._num_movers = 0
         self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
@@ -120,7 +122,7 @@ class Lookup:
         self._files = list(files)
         self._num_movers = num_movers
         config = self._config
-        if config.maintenance != "on":
+        if config.maintenance != "on" or not config.store:
             return
         step_nbytes = chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files)
         if not quiet:
@@ -312,5 +314,8 @@ class Lookup:
         """
         findings = probe_chunks(self._files, chunks, missed_before)
         if not any(findings.there):
-            os.stat(f"{self._config.root}/{FORMAT_FILE}")
+            path = f"{self._config.root}/{FORMAT_FILE}"
+            self._has_root = self._has_root or os.path.exists(path)
+            if self._has_root:
+                os.stat(path)
         return findings

@@ -28,7 +28,7 @@ from fskv.native import _native
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
-from fskv.root.root import NamespaceDir
+from fskv.root.root import FORMAT_FILE, NamespaceDir
 from fskv.transports import numa
 from fskv.transports.choice import open_transport
 from fskv.transports.protocol import Ready
@@ -135,11 +135,15 @@ class Mover:
         self.number = number
         device = getattr(pages[0], "device", None) if pages else None
         self.on_cuda = device is not None and device.type == "cuda"
+        self._writable = directory.writable
+        # Where nothing may be written this is read to try the mount out.
+        probe_file = None if self._writable else f"{config.root}/{FORMAT_FILE}"
         cpus = numa.cuda_cpus(device.index) if self.on_cuda and device is not None else None
         self._transport = open_transport(
             pages,
             slot_nbytes,
             probe_dir=directory.tmp_dir,
+            probe_file=probe_file,
             transport=config.transport,
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
@@ -150,7 +154,7 @@ class Mover:
         )
         told = ""
         if config.io_threads == "auto":
-            answer_s = _answer_s(config, directory)
+            answer_s = _answer_s(config, directory, probe_file)
             wanted = wanted_threads(answer_s, slot_nbytes)
             num_threads = config.num_io_threads(num_slots, wanted)
             told = " (auto)"
@@ -207,7 +211,7 @@ class Mover:
         `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
         fit into the queue is skipped.
         """
-        if self._stopped:
+        if self._stopped or not self._writable:
             for move in files:
                 self.leave(move.file.chunk, Status.SKIPPED)
             files = ()
@@ -242,7 +246,7 @@ class Mover:
 
     def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
         """Note that files are used; those that are not there are passed over."""
-        if self._stopped or self._breaker.open:
+        if self._stopped or self._breaker.open or not self._writable:
             return
         with self._touches_lock:
             if self._num_touches > _MAX_TOUCHES:
@@ -394,15 +398,19 @@ class Mover:
                 add(metrics.LOAD_FAILURES, 1, status.value)
 
 
-def _answer_s(config: StoreConfig, directory: NamespaceDir) -> float | None:
+def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | None) -> float | None:
     """None also where the mount takes too long: a number of threads is no reason to refuse a root."""
+    asked = probe_file or directory.tmp_dir
     try:
         return call_with_deadline(
             lambda: measure_answer_s(
-                directory.tmp_dir, directory.file_mode, direct=config.direct_io != "off"
+                directory.tmp_dir,
+                directory.file_mode,
+                direct=config.direct_io != "off",
+                probe_file=probe_file,
             ),
             _ANSWER_S,
-            f"option 'io_threads': \"auto\" is {LEAST_AUTO_THREADS}, as {directory.tmp_dir} did not answer",
+            f"option 'io_threads': \"auto\" is {LEAST_AUTO_THREADS}, as {asked} did not answer",
         )
     except RootError as error:
         logger.warning("fskv: %s", error)

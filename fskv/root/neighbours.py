@@ -45,11 +45,15 @@ class Neighbours:
 
 
 def look_around(root: str, identity: Identity) -> Neighbours:
-    """Look beside the namespace of `identity`, which is open. Raises OSError."""
+    """Look beside the namespace of `identity`. Raises OSError."""
     own = namespace.directory(identity)
     arch, _, name = own.rpartition("/")
     model = name.rpartition("@")[0]
-    with os.scandir(f"{root}/{own}/{namespace.CHUNK_DIR}") as shards:
+    empty = True
+    with (
+        suppress(FileNotFoundError),
+        os.scandir(f"{root}/{own}/{namespace.CHUNK_DIR}") as shards,
+    ):
         empty = next(shards, None) is None
     with os.scandir(f"{root}/{arch}") as entries:
         others = [e for e in entries if "@" in e.name and e.name != name]

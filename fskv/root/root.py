@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -23,11 +24,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from fskv import namespace
+from fskv.config import StoreConfig
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import Identity
 from fskv.root.beneath import make_directory, named, opened
 from fskv.root.files import UnfitFileError, create_file, publishing, read_small, retry_stale
 from fskv.root.process_id import unique_name
+
+logger = logging.getLogger(__name__)
 
 FORMAT_FILE = "fskv.json"
 TAG_FILE = "CACHEDIR.TAG"
@@ -61,6 +65,7 @@ class NamespaceDir:
     dir_mode: int
     file_mode: int
     root: str | None = None  # links are followed in it and not below it; None: in `path`
+    writable: bool = True  # False: nothing of it is made, changed or removed
 
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str:
         """Return the absolute path of a chunk file; its directory may not exist yet."""
@@ -90,6 +95,17 @@ class Root:
     writable: bool
 
     @classmethod
+    def of(cls, config: StoreConfig, *, create: bool = True) -> Root:
+        """Open an engine's root; with `store` false nothing is written to it."""
+        return cls.open(
+            config.root,
+            create=create,
+            dir_mode=config.dir_mode,
+            file_mode=config.file_mode,
+            writable=config.store,
+        )
+
+    @classmethod
     def open(
         cls,
         path: str,
@@ -101,10 +117,11 @@ class Root:
     ) -> Root:
         """Check that `path` is an fskv root; with `create`, make an empty directory into one.
 
-        `writable=False` (tools) writes nothing, not even a probe; with `create` it passes over an empty
-        directory, which would be made into a root. Modes are set exactly, whatever the umask; without them a
-        group is let in if it may write `fskv.json`. Raises ConfigError for a path that cannot be meant,
-        RootError for a state of the disk; both name the option, the finding and what is expected.
+        `writable=False` (tools, engines that only load) writes nothing, not even a probe; with `create` it
+        passes over an empty directory, which would be made into a root. Modes are set exactly, whatever the
+        umask; without them a group is let in if it may write `fskv.json`. Raises ConfigError for a path that
+        cannot be meant, RootError for a state of the disk; both name the option, the finding and what is
+        expected.
         """
         path = _checked_path(path)
         usual = usual_modes(path) if dir_mode is None or file_mode is None else (0, 0)
@@ -136,8 +153,10 @@ class Root:
     def open_namespace(self, identity: Identity) -> NamespaceDir:
         """Open the directory of `identity`, made if need be, and compare its manifest.
 
-        Raises IdentityMismatch if the manifest is anything but this identity, and never changes
-        it; RootError if the directory cannot be read or, unless read-only, written.
+        Of a root that is not writable it may be absent, which is logged: somebody else may make it later, and
+        the header of each chunk is compared. Raises IdentityMismatch if the manifest is anything but this
+        identity, and never changes it; RootError if the directory cannot be read or, unless read-only,
+        written.
         """
         path = f"{self.path}/{namespace.directory(identity)}"
         with _os_errors_as_root_errors(path):
@@ -146,7 +165,9 @@ class Root:
             except FileNotFoundError:  # a leader that found it empty has removed it: once more
                 os.stat(f"{self.path}/{FORMAT_FILE}")
                 self._open(identity, path)
-        return NamespaceDir(path, identity.digest, self.dir_mode, self.file_mode, self.path)
+        return NamespaceDir(
+            path, identity.digest, self.dir_mode, self.file_mode, self.path, self.writable
+        )
 
     def _open(self, identity: Identity, path: str) -> None:
         manifest_path = f"{path}/{MANIFEST_FILE}"
@@ -156,6 +177,13 @@ class Root:
         if found is None and self.writable:
             self._publish(manifest_path, manifest_bytes(identity), f"{path}/{TMP_DIR}")
             found = retry_stale(lambda: _read_fresh(manifest_path, MAX_MANIFEST_NBYTES))
+        if found is None and not self.writable:
+            logger.warning(
+                "fskv: namespace %s is not there: this engine stores nothing (option 'store'), and finds "
+                "nothing until another one has stored in it",
+                path,
+            )
+            return
         if found is None:
             raise RootError(f"{manifest_path}: no such file; expected the namespace's identity")
         _compare(identity, found, manifest_path)
@@ -400,7 +428,8 @@ def _who_may(path: str) -> str:
 
 _NO_PERMISSION = "no permission; expected one that this user can read, write and search"
 _REASONS = {
-    errno.EROFS: "the file system is mounted read-only; expected a writable one",
+    errno.EROFS: "the file system is mounted read-only; expected a writable one, or 'store' false: "
+    "that engine only loads",
     errno.EACCES: _NO_PERMISSION,
     errno.EPERM: _NO_PERMISSION,
     errno.ENOSPC: "no space or no inode left; expected room for the namespace's files",

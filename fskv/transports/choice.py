@@ -40,6 +40,7 @@ def open_transport(
     slot_nbytes: int,
     *,
     probe_dir: str,
+    probe_file: str | None = None,
     transport: str,
     direct_io: str,
     file_mode: int,
@@ -51,10 +52,10 @@ def open_transport(
 ) -> Transport[Any]:
     """Open `transport` ("auto", "host" or "gds") for the engine's KV pages; `description` is the sentence.
 
-    `probe_dir` is a directory of the root for probe files. `device` is where the tensors are, for tests; else
-    it is found from them. `num_slots` is the most that will be asked for, `num_threads` use the transport at
-    once, on `cpus` if given. Where "gds" does not work the log
-    says why, and it is the host path. Raises what HostTransport raises.
+    `probe_dir` is a directory of the root for probe files; where nothing may be written `probe_file` is read
+    instead. `device` is where the tensors are, for tests; else it is found from them. `num_slots` is the most
+    that will be asked for, `num_threads` use the transport at once, on `cpus` if given. Where "gds" does not
+    work the log says why, and it is the host path. Raises what HostTransport raises.
     """
     if device is None and tensors and getattr(tensors[0], "is_cuda", False):
         device = CudaDevice(tensors)
@@ -65,7 +66,7 @@ def open_transport(
                 device,
                 slot_nbytes,
                 num_threads=num_threads,
-                probe_dir=probe_dir,
+                probe_dir=probe_dir if probe_file is None else None,
                 direct_io=direct_io,
                 file_mode=file_mode,
                 fsync=fsync,
@@ -79,6 +80,7 @@ def open_transport(
         tensors,
         slot_nbytes,
         probe_dir=probe_dir,
+        probe_file=probe_file,
         direct_io=direct_io,
         file_mode=file_mode,
         fsync=fsync,
@@ -101,7 +103,7 @@ def _open_gds(
     slot_nbytes: int,
     *,
     num_threads: int,
-    probe_dir: str,
+    probe_dir: str | None,
     direct_io: str,
     file_mode: int,
     fsync: bool,
@@ -109,6 +111,8 @@ def _open_gds(
     """Raises _NoGdsError."""
     if device is None:
         raise _NoGdsError("the KV is not on CUDA")
+    if probe_dir is None:
+        raise _NoGdsError("it is tried out with a file that is written, and 'store' is false")
     if importlib.util.find_spec("kvikio") is None:
         raise _NoGdsError('kvikio is not installed (fskv\'s extra "gds")')
     if (missing := kernels.available(device.device)) is not None:

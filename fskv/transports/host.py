@@ -31,6 +31,7 @@ from fskv.plan.spans import SpanTable
 from fskv.transports.arena import Arena
 from fskv.transports.chunk_fd import (
     OPEN_PART,
+    OPEN_READ,
     ChunkFd,
     open_chunk_fd,
     open_part,
@@ -94,6 +95,7 @@ class HostTransport:
         slot_nbytes: int,
         *,
         probe_dir: str,
+        probe_file: str | None = None,
         direct_io: str,
         file_mode: int = 0o600,
         fsync: bool = False,
@@ -109,8 +111,9 @@ class HostTransport:
         slots is registered now and touched on `cpus` first; None: for a few whenever some are needed.
         `num_threads` copy at once.
 
-        Writes probe files into `probe_dir`. Raises RootError where no file can be renamed over another, and
-        ConfigError when direct_io is "on" and the file system refuses it, or a device says no.
+        Writes probe files into `probe_dir`, or reads `probe_file` where nothing may be written. Raises
+        RootError where no file can be renamed over another, and ConfigError when direct_io is "on" and the
+        file system refuses it, or a device says no.
         """
         self.slot_nbytes = slot_nbytes
         self._file_mode = file_mode
@@ -127,14 +130,15 @@ class HostTransport:
         else:
             self._arena = Arena(slot_nbytes)
             self._pages = _native.Pages([_host_bytes(tensor) for tensor in tensors])
+        what = "write" if probe_file is None else "read"
         self._direct = call_with_deadline(
-            lambda: self._look_at(probe_dir, wanted=direct_io != "off"),
+            lambda: self._look_at(probe_dir, probe_file, wanted=direct_io != "off"),
             START_UP_S,
-            f"option 'root': {probe_dir} did not take a write",
+            f"option 'root': {probe_file or probe_dir} did not take a {what}",
         )
         if direct_io == "on" and not self._direct:
             raise ConfigError(
-                "option 'direct_io': found \"on\", but a direct write in the root fails; "
+                f"option 'direct_io': found \"on\", but a direct {what} in the root fails; "
                 'expected "auto" or "off" on this file system'
             )
         self.native = Native(
@@ -149,13 +153,18 @@ class HostTransport:
             f"{'O_DIRECT' if self._direct else 'buffered'}"
         )
 
-    def _look_at(self, probe_dir: str, *, wanted: bool) -> bool:
+    def _look_at(self, probe_dir: str, probe_file: str | None, *, wanted: bool) -> bool:
         """Return whether O_DIRECT is wanted and works, with the memory of a slot."""
-        _refuse_without_rename(probe_dir, self._file_mode)
+        if probe_file is None:
+            _refuse_without_rename(probe_dir, self._file_mode)
         if not wanted:
             return False
         memory = self._arena.take()
-        works = _direct_io_works(probe_dir, self._file_mode, memory[: chunk_file.ALIGNMENT].data)
+        page = memory[: chunk_file.ALIGNMENT].data
+        if probe_file is None:
+            works = _direct_io_works(probe_dir, self._file_mode, page)
+        else:
+            works = _direct_read_works(probe_file, page)
         self._arena.give_back(memory)  # not where the probe hangs
         return works
 
@@ -243,6 +252,18 @@ def _refuse_without_rename(directory: str, file_mode: int) -> None:
     finally:
         for path in paths:
             unlink_quietly(path)
+
+
+def _direct_read_works(path: str, page: memoryview) -> bool:
+    """Whether the begin of a file is read with O_DIRECT into `page`; False also where nothing is there."""
+    try:
+        fd = os.open(path, OPEN_READ | os.O_DIRECT)
+        try:
+            return os.preadv(fd, [page], 0) > 0
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
 
 
 def _direct_io_works(directory: str, file_mode: int, page: memoryview) -> bool:

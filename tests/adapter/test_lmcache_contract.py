@@ -19,6 +19,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import read_only
 from world import damage, wait_for
 
 pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
@@ -194,6 +195,23 @@ def test_objects_go_from_lmcaches_memory_to_files_and_back(make, tmp_path):
         at = target.data_ptr - reader.l1.data_ptr()
         before[at : at + NBYTES] = target.raw_data
     assert torch.equal(reader.l1, before), "nothing beside the objects was touched"
+
+
+def test_a_server_that_only_loads_changes_nothing(make, tmp_path):
+    writer = make()
+    assert writer.store(keys(range(2)), writer.objects(3, 7, fill=1)).is_successful()
+    read_only.make_old(tmp_path / "kv")
+    before = read_only.look(tmp_path / "kv")
+    with read_only.mounted(tmp_path / "kv", tmp_path / "ro") as at:
+        reader = World(at, store=False, maintenance="on")
+        assert reader.lookup(keys(range(3))) == [True, True, False]
+        assert reader.load(keys(range(2)), reader.objects(1, 2)) == [True] * 2
+        assert torch.equal(reader.objects(1)[0].raw_data, writer.objects(3)[0].raw_data)
+        assert not reader.store(keys([5]), reader.objects(4, fill=3)).is_successful()
+        reader.adapter.close()
+    assert read_only.look(tmp_path / "kv") == before
+    assert writer.store(keys([5]), writer.objects(4, fill=3)).is_successful(), "the control"
+    assert read_only.look(tmp_path / "kv") != before
 
 
 def test_a_load_is_good_key_by_key(make, tmp_path):

@@ -14,6 +14,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import read_only
 from hypothesis import given, settings
 from hypothesis.strategies import data, integers, sampled_from, sets
 from world import damage
@@ -209,6 +210,24 @@ def test_pages_of_sglangs_own_pools_go_to_files_and_back(make, kind, layout):
     for source, target in zip((3, 7, 0, 9), (1, 2, 4, 15), strict=True):
         assert torch.equal(page(other, target), page(pool, source))
     assert all(torch.equal(page(other, number), old) for number, old in before.items())
+
+
+def test_a_server_that_only_loads_changes_nothing(make, tmp_path):
+    pool, other = host_pool(), host_pool(seed=1)
+    backend = make(pool)
+    assert backend.batch_set_v1(keys(2), indices(3, 7)) == [True] * 2
+    read_only.make_old(tmp_path / "kv")
+    before = read_only.look(tmp_path / "kv")
+    with read_only.mounted(tmp_path / "kv", tmp_path / "ro") as at:
+        reader = backend_at(at, other, store=False, maintenance="on")
+        assert reader.batch_exists(keys(4)) == 2
+        assert reader.batch_get_v1(keys(2), indices(1, 2)) == [True] * 2
+        assert torch.equal(page(other, 1), page(pool, 3))
+        assert reader.batch_set_v1(keys(4), indices(1, 2, 4, 5)) == [True, True, False, False]
+        reader.close()
+    assert read_only.look(tmp_path / "kv") == before
+    assert backend.batch_set_v1(keys(4), indices(3, 7, 4, 5)) == [True] * 4, "the control"
+    assert read_only.look(tmp_path / "kv") != before
 
 
 def test_a_damaged_page_and_one_that_was_never_stored_are_false(make, tmp_path):

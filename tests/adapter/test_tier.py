@@ -15,6 +15,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import read_only
 from world import VLLM, damage, make_identity, read_by_hand, returns_in_time, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
@@ -320,6 +321,24 @@ def test_a_file_holds_the_pages_without_padding_and_comes_back_into_any_row(
     assert found == {
         place: pages for (n, *place), pages in wanted.items() if n == 2 for place in [tuple(place)]
     }
+
+
+def test_a_tier_that_only_loads_changes_nothing(make_rig, tmp_path, monkeypatch):
+    writer = make_rig()
+    wanted = writer.store([1])
+    read_only.make_old(writer.root)
+    before = read_only.look(writer.root)
+    with read_only.mounted(writer.root, tmp_path / "ro") as at:
+        rig = Rig(at, monkeypatch, store=False, maintenance="on")
+        assert [rig.lookup(key) for key in rig.keys(1)] == [LookupResult.HIT] * 2
+        assert rig.finish(rig.submit(rig.keys(1), (9, 4), load=True)).success
+        assert rig.pages_of_rows(12, (9, 4)) == {(0, 0): wanted[1, 0, 0], (0, 1): wanted[1, 0, 1]}
+        rig.fill_rows(0, (2, 3), 2)
+        assert rig.finish(rig.submit(rig.keys(2), (2, 3), load=False)).success
+        rig.close()
+    assert read_only.look(writer.root) == before
+    writer.store([1, 2])
+    assert read_only.look(writer.root) != before, "the control"
 
 
 def test_what_cannot_be_a_row_is_refused():

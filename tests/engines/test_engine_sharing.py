@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shutil
 
 import engine_lab as lab
 import pytest
+import read_only
 from places import REPOSITORY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -109,6 +111,40 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
         )
     assert done["restored"]["tokens"] == shared.main_tokens
     lab.restore(shared.stored)
+
+
+@on("llama", slow=("gpt_oss", "qwen3_next"))
+def test_an_engine_that_only_loads_runs_on_a_read_only_mount_and_changes_nothing(shared, tmp_path):
+    """Negative controls: one that stores is refused there, and touches what it loads where it may."""
+    root = str(tmp_path / "root")
+    shutil.copytree(shared.root, root)
+    main = lab.generate(shared.model.main_prompt(), "main")
+    partial = lab.generate(shared.model.partial_prompt(), "partial")
+    steps = [main, {"metrics": True}, partial, *lab.SETTLE]
+
+    def run_at(at: str, **options: object) -> dict:
+        return lab.run_engine(
+            lab.request(shared.model, steps, transfer=shared.transfer(at, **options))
+        )
+
+    read_only.make_old(root)
+    before = read_only.look(root)
+    with read_only.mounted(root, tmp_path / "ro") as at:
+        loaded = run_at(at, store=False)
+        assert loaded["exit_code"] == 0, loaded.get("error")
+        refused = run_at(at)
+        assert refused["exit_code"] != 0
+        assert "'store' false" in pathlib.Path(refused["log_path"]).read_text()
+    done = lab.generates(loaded)
+    assert done["main"]["tokens"] == shared.main_tokens
+    assert done["partial"]["tokens"] == shared.partial_tokens
+    assert done["main"]["num_cached_tokens"] >= shared.model.prompt_tokens // 2
+    assert lab.counter(loaded["steps"][1], "load_failures") == 0
+    assert lab.counter(loaded["steps"][1], "loaded_chunks") > 0
+    assert read_only.look(root) == before
+
+    assert run_at(root)["exit_code"] == 0
+    assert read_only.look(root) != before
 
 
 @on(slow=("llama", "gpt_oss", "qwen3_next", "gemma3", "lfm2"))

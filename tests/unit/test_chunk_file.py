@@ -451,6 +451,7 @@ class MemoryTransport:
 class NoDirectory:
     path = root = "/"
     digest = b"N" * 16
+    writable = True
     dir_mode = 0o700
 
     def chunk_path(self, key_hash, group_idx, rank):

@@ -264,7 +264,10 @@ def test_a_bound_of_a_tenant_needs_a_tenant():
 def test_a_bound_that_nobody_would_hold_is_refused(name):
     with pytest.raises(ConfigError, match=re.escape(f"with '{name}' set")):
         parsed(maintenance="off", tenant="a", **{name: "1GiB"})
+    with pytest.raises(ConfigError, match=f"'store': found false with '{name}' set"):
+        parsed(store=False, tenant="a", **{name: "1GiB"})
     assert parsed(maintenance="off").maintenance == "off"
+    assert not parsed(store=False, tenant="a").store
 
 
 def test_a_health_file_in_the_root_is_refused():

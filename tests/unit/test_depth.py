@@ -103,6 +103,17 @@ def test_without_direct_reads_the_others_count(disk):
     assert found >= 0.02
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_root_that_is_only_read_is_asked_with_a_file_that_is_there(tmp_path, direct):
+    there = tmp_path / "fskv.json"
+    there.write_text("{}")
+    before, none = there.stat().st_mtime_ns, str(tmp_path / "none")
+    assert measure_answer_s(none, 0o600, direct=direct, probe_file=str(there)) < 1
+    assert (os.listdir(tmp_path), there.stat().st_mtime_ns) == (["fskv.json"], before)
+    there.unlink()
+    assert measure_answer_s(none, 0o600, direct=direct, probe_file=str(there)) is None
+
+
 def test_a_directory_that_is_gone_says_nothing(tmp_path):
     assert measure_answer_s(str(tmp_path / "none"), 0o600, direct=True) is None
 
@@ -120,7 +131,8 @@ def test_a_directory_that_is_gone_says_nothing(tmp_path):
 def test_a_worker_has_what_its_mount_wants(tmp_path, monkeypatch, caplog, answer_s, options, said):
     measured = []
 
-    def measure(directory, file_mode, *, direct):
+    def measure(directory, file_mode, *, direct, probe_file):
+        assert probe_file is None
         measured.append(os.path.isdir(directory))
         return answer_s
 

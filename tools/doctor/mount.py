@@ -140,7 +140,9 @@ def judge(mount: Mount) -> Iterator[Finding]:
         )
     if "ro" in options:
         yield problem(
-            "mount", "mounted read-only", "engines that store refuse it; mount it read-write"
+            "mount",
+            "mounted read-only",
+            'engines that store refuse it, and those with "store": false run; mount it read-write',
         )
     if mount.kind.startswith("nfs"):
         yield from _judge_nfs(options)

@@ -46,7 +46,7 @@ def write(subject: Subject) -> Iterator[Finding]:
             yield problem(
                 "write",
                 f"no file can be created: {error.strerror}",
-                "engines of this user cannot use the root; fix owner or mode (0700), or the mount",
+                'engines of this user cannot use the root, but with "store": false; fix owner, mode or mount',
             )
         elif error.errno in _FULL:
             yield problem(

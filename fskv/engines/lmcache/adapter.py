@@ -84,9 +84,7 @@ class FskvAdapter(L2AdapterInterface):
             config = self._config
             check_arguments(sys.argv[1:], _BEGIN_S + config.deadline.max_s + _MARGIN_S)
             call_with_deadline(
-                lambda: Root.open(
-                    config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
-                ),
+                lambda: Root.of(config),
                 START_UP_S,
                 f"option 'root': {config.root} did not answer",
             )

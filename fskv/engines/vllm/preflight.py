@@ -41,9 +41,7 @@ def check_configured() -> None:
 def check_root(config: StoreConfig) -> None:
     """Open the root as the engine will; raises FskvError."""
     call_with_deadline(
-        lambda: Root.open(
-            config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
-        ),
+        lambda: Root.of(config),
         START_UP_S,
         f"option 'root': {config.root} did not answer",
     )

@@ -131,7 +131,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             setup.groups,
             files,
             directory,
-            restore=lambda: _open_root(config, create=False).open_namespace(identity),
+            restore=lambda: Root.of(config, create=False).open_namespace(identity),
             rank=parallel.rank,
             world_size=parallel.world_size,
             # With one stage those of its groups are in the manifest.
@@ -153,15 +153,9 @@ class FskvOffloadingSpec(OffloadingSpec):
         return resting
 
 
-def _open_root(config: StoreConfig, *, create: bool) -> Root:
-    return Root.open(
-        config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
-    )
-
-
 def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, str]:
     """Open this engine's namespace; the second says what is beside it, "" where that is of no interest."""
-    directory = _open_root(config, create=True).open_namespace(identity)
+    directory = Root.of(config).open_namespace(identity)
     return directory, beside(config.root, identity)
 
 

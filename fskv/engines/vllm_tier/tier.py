@@ -317,15 +317,8 @@ def _open(
 ) -> tuple[RowMover, FskvManager]:
     """Open the namespace and start the I/O; raises FskvError."""
     identity = workers.identity
-
-    def open_namespace(*, create: bool) -> Any:
-        root = Root.open(
-            config.root, create=create, dir_mode=config.dir_mode, file_mode=config.file_mode
-        )
-        return root.open_namespace(identity)
-
     directory, others = call_with_deadline(
-        lambda: (open_namespace(create=True), beside(config.root, identity)),
+        lambda: (Root.of(config).open_namespace(identity), beside(config.root, identity)),
         START_UP_S,
         f"option 'root': {config.root} did not answer",
     )
@@ -349,7 +342,7 @@ def _open(
         workers,
         rows_of(view),
         directory,
-        restore=lambda: open_namespace(create=False),
+        restore=lambda: Root.of(config, create=False).open_namespace(identity),
     )
     manager = FskvManager(
         config,
