@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.options import add_pages, parser, positive, settings
 from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import PATIENCE_S, BenchmarkError, Rig, Shape, patient_config, work_directory
+from fskv.config import MAX_QUEUED_CHUNKS
 from fskv.types import FileId, Status
 
 _STEPS = ("plan", "submit", "ends")
@@ -105,9 +106,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     with work_directory(options.dir) as directory:
         config = patient_config(directory, io_threads=options.threads, direct_io=options.direct_io)
-        if options.job_chunks > config.max_queued_chunks:
+        if options.job_chunks > MAX_QUEUED_CHUNKS:
             raise BenchmarkError(
-                f"--job-chunks: found {options.job_chunks}, expected at most {config.max_queued_chunks}: "
+                f"--job-chunks: found {options.job_chunks}, expected at most {MAX_QUEUED_CHUNKS}: "
                 "what no queue takes is skipped"
             )
         rig = Rig(directory, shape, config, device=device)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from fskv.config import MIB, StoreConfig
+from fskv.config import MAX_QUEUED_CHUNKS, MIB, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
@@ -139,7 +139,7 @@ def open_runner(
         transport,
         num_threads=config.num_io_threads(num_slots),
         num_slots=num_slots,
-        max_queued_chunks=config.max_queued_chunks,
+        max_queued_chunks=MAX_QUEUED_CHUNKS,
         deadline=config.deadline,
         breaker=breaker or Breaker(),
         store_queue_s=math.inf,

@@ -23,6 +23,12 @@ MIB = 1 << 20
 # that answer late. docs/benchmarks.md, "How many threads".
 LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
+# What the option `trust` may hold.
+TRUSTED = ("lora", "media")
+
+# Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it is those.
+MAX_QUEUED_CHUNKS = 512
+
 # A deadline grows by its base for each so many MiB: with the default a load may come at 20 MiB/s.
 _MIB_PER_BASE = 40
 # It grows to so many times its base: after 30 s, with the default, a recompute is the shorter wait.
@@ -47,19 +53,20 @@ class Deadline:
         return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
 
 
-def _option(default: Any, unit: str, effect: str) -> Any:
-    return field(default=default, metadata={"unit": unit, "effect": effect})
+def _option(default: Any, unit: str, effect: str, when: str) -> Any:
+    return field(default=default, metadata={"unit": unit, "effect": effect, "when": when})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Validated options; see each field's metadata for unit and effect."""
+    """Validated options; a field's metadata has its unit, its effect, and when to change it."""
 
     root: str = field(
         metadata={
             "unit": "absolute path",
             "effect": "Directory of the cache. It must exist: fskv never creates it, so that a "
             "mount point without its mount is noticed instead of filled.",
+            "when": "Always. Local NVMe for one node, a shared mount for several.",
         }
     )
     hybrid_chunk_size: int | Literal["auto"] = _option(
@@ -67,21 +74,27 @@ class StoreConfig:
         "tokens",
         "Tokens of one chunk file. `auto`: the smallest legal chunk of about 2 MiB a file; one block "
         "for models with mamba/linear state groups. Must be a multiple of the engine's block size.",
+        "Engines of different settings are to share, or a slow mount needs larger files.",
     )
     weights_id: str | None = _option(
         None,
         "text",
         "A name that you vouch for and that stands for the weights, instead of the fingerprint taken "
         "from the checkpoint's commit or files.",
+        "The checkpoint has no local files, or nodes got it in different ways.",
     )
     tenant: str | None = _option(
-        None, "text", "Separates this engine's chunks from those of other tenants on the same root."
+        None,
+        "text",
+        "Separates this engine's chunks from those of other tenants on the same root.",
+        "Tenants must not see which prompts of others are cached.",
     )
     access: Literal["user", "group"] = _option(
         "user",
         "user, group",
         "Who may use the files of this engine beside its own user. `user`: nobody (0700, 0600). `group`: the "
         "group of the root's directory, which has to have the setgid bit (0770, 0660).",
+        "Engines of several users share the root.",
     )
     weights_fixed: bool = _option(
         False,
@@ -89,29 +102,29 @@ class StoreConfig:
         "Promise that weights are never changed inside a running engine. Without it fskv stops loading and "
         "storing until the next start when the engine resets its connector's cache, as vLLM does after a "
         "weight update and for its sleep mode.",
+        "You use sleep mode, or reset the prefix cache, and never change weights.",
     )
     canonical_layout: bool = _option(
         False,
         "true, false",
         "Store KV heads in files of their own instead of each rank's pages, so that engines of different "
         "tensor-parallel sizes share. Refuses to start where vLLM does not certify the model's layout.",
+        "Engines of several tensor-parallel sizes share.",
     )
-    lora: Literal["off", "by-name"] = _option(
-        "off",
-        "off, by-name",
-        "Requests with a LoRA adapter: `off` neither stores nor loads their KV; `by-name` trusts that "
-        "an adapter's name never changes its weights.",
-    )
-    media_keys: Literal["checked", "trusted"] = _option(
-        "checked",
-        "checked, trusted",
-        "Key KV of images, sound and video by what they are, or by vLLM's name, which a client may choose.",
+    trust: tuple[str, ...] = _option(
+        (),
+        'list of "lora", "media"',
+        "Names in requests that fskv believes. `lora`: the name of an adapter never changes its weights; "
+        "without it requests with an adapter are neither stored nor loaded. `media`: the engine's names of "
+        "images, sound and video, which a client may choose; without it their KV is keyed by what they are.",
+        "You load adapters from fixed places, or no client can name media.",
     )
     store: bool = _option(
         True,
         "true, false",
         "Whether this engine stores at all. `false`: it loads what others have stored, and the root may be "
         "mounted read-only. It writes, dates and removes no file there, and starts no `maintenance`.",
+        "A decode fleet, or a root that is mounted read-only.",
     )
     io_threads: int | Literal["auto"] = _option(
         "auto",
@@ -119,25 +132,21 @@ class StoreConfig:
         "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
         "the mount takes to answer when the worker starts, but not more than half of the chunk files that "
         "`staging_bytes` holds, which may be less than 8.",
+        "`fskv bench` says that another number is faster.",
     )
     staging_bytes: int = _option(
         256 * MIB,
         'bytes, or "256MiB"',
         "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
         "GPU memory with GDS.",
-    )
-    max_queued_chunks: int = _option(
-        512,
-        "chunks",
-        "Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it "
-        "is those, but two per I/O thread at least. A chunk that comes when the queue is full is skipped and "
-        "counted; the engine never waits for it.",
+        "`fskv plan` says that chunks are large, or memory is short.",
     )
     direct_io: Literal["auto", "on", "off"] = _option(
         "auto",
         "auto, on, off",
         "O_DIRECT. `auto` uses it where a write probe in the root succeeds, or a read with `store` `false`; "
         "`on` refuses to start where it does not; `off` goes through the page cache.",
+        "`fskv bench` says so, or the page cache is to serve several engines of a node.",
     )
     transport: Literal["auto", "host", "gds"] = _option(
         "auto",
@@ -145,24 +154,28 @@ class StoreConfig:
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
         "(GPUDirect Storage); where that does not work, or `store` is `false`, the log says why, and it is "
         "`host`. `auto`: `host`. `fskv bench` measures both on a GPU and says which to write.",
+        "`fskv bench` measured GDS to be faster.",
     )
     fsync: bool = _option(
         False,
         "true, false",
         "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
         "makes a wrong one served.",
+        "What was stored last must outlive a power cut.",
     )
     load_deadline_s: float = _option(
         2.0,
         "seconds",
         "After so long a small load is given up and recomputed; a larger one may take as long again for "
         "each 40 MiB, and 15 times this at most.",
+        "The mount is slow and sound: raise it. A recompute is short: lower it.",
     )
     load_budget: str = _option(
         "off",
         "on or off",
         "`on`: a hit is loaded only where that is predicted to be faster than its recompute, from measured "
         "rates, and a load that takes as long as the recompute is given up.",
+        "The mount is sometimes slower than the GPU.",
     )
     lookup_timeout_s: float = _option(
         1.0,
@@ -170,34 +183,40 @@ class StoreConfig:
         "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
         "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
         "times this at most.",
+        "The mount answers late: see [file systems](filesystems.md).",
     )
     max_bytes: int | None = _option(
         None,
         'bytes, or "500GiB"',
         "Upper bound of the chunk files of the whole root, on disk, whoever wrote them. What was used least "
         "recently goes first.",
+        "The root shares its disk with something else.",
     )
     keep_free: int | Share = _option(  # noqa: RUF009  a Share is frozen
         Share(2.0),
         'bytes, "50GiB" or "2%"',
         "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
+        "Others on the disk need more room, or the disk is for fskv alone.",
     )
     tenant_max_bytes: int | None = _option(
         None,
         'bytes, or "100GiB"',
         "Upper bound of all namespaces of this engine's `tenant` on the root.",
+        "One tenant must not push out the others.",
     )
     maintenance: Literal["on", "off"] = _option(
         "on",
         "on, off",
         "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
         "share a root does so at a time. `off`: nothing bounds what this engine writes.",
+        "`fskv prune --watch` does it on another node.",
     )
     health_file: str | None = _option(
         None,
         "absolute path",
         "A small JSON file that says whether the cache is well, see docs/metrics.md. Not in the root. "
         "`{rank}` in it stands for the engine's data-parallel rank.",
+        "A probe or a monitor reads files.",
     )
 
     @property
@@ -216,6 +235,11 @@ class StoreConfig:
         if self.io_threads == "auto":
             return max(1, min(wanted, num_slots // 2))
         return self.io_threads
+
+    @property
+    def lora_policy(self) -> str:
+        """What the identity says of adapters."""
+        return "by-name" if "lora" in self.trust else "off"
 
     @property
     def deadline(self) -> Deadline:
@@ -301,6 +325,13 @@ def _parse_text(name: str, value: Any) -> str | None:
     return value
 
 
+def _parse_trust(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or any(item not in TRUSTED for item in value) or len({*value}) < len(value):
+        raise bad(name, value, 'a list of "lora", "media" or both, [] for neither')
+    return tuple(sorted(value))
+
+
 def _parse_bound(name: str, value: Any) -> int | None:
     return None if value is None else parse_size(name, value)
 
@@ -352,12 +383,10 @@ _PARSERS = {
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
-    "lora": _choice("off", "by-name"),
-    "media_keys": _choice("checked", "trusted"),
+    "trust": _parse_trust,
     "store": _parse_bool,
     "io_threads": _count(1, 64, "auto"),
     "staging_bytes": parse_size,
-    "max_queued_chunks": _count(1, 1_000_000),
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
     "fsync": _parse_bool,

@@ -180,10 +180,10 @@ _EXTRA: dict[str, Meaning] = {
         "source code that neither vLLM nor transformers brings differs",
         "use one version of the checkpoint's code, or of the plug-in, on both",
     ),
-    "switches": Meaning(
+    "settings": Meaning(
         "settings that change KV",
-        "they quantise, choose kernels of another precision, or read other files",
-        "start both with the same settings; docs/settings.md says what each does",
+        "they may quantise, choose other kernels, or read other files",
+        "start both with the same settings; docs/sharing.md says what counts",
     ),
     "pipeline_partition": Meaning(
         "pipeline partition",

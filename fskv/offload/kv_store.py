@@ -31,7 +31,7 @@ from fskv.types import ChunkId, FileId, Use
 # An engine says these by its identity, or does them itself.
 _NOT_OURS = (
     *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_fixed"),
-    *("lora", "media_keys"),
+    "trust",
 )
 
 

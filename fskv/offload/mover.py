@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from fskv.config import LEAST_AUTO_THREADS, Deadline, StoreConfig
+from fskv.config import LEAST_AUTO_THREADS, MAX_QUEUED_CHUNKS, Deadline, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import FileMove, FileOutcome, JobResult
@@ -174,7 +175,7 @@ class Mover:
             self._transport,
             num_threads=num_threads,
             num_slots=num_slots,
-            max_queued_chunks=config.max_queued_chunks,
+            max_queued_chunks=sys.maxsize if patient else MAX_QUEUED_CHUNKS,
             deadline=deadline or config.deadline,
             breaker=self._breaker,
             store_queue_s=math.inf if patient else STORE_QUEUE_S,

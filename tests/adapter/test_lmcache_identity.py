@@ -178,7 +178,7 @@ def test_what_does_not_change_kv_shares(checkpoint):
         ({"entry": {"isa": "neon"}}, "found 'isa' with 'arch' 'sm_90'"),
         ({"entry": {**ON_A_CPU, "isa": "vec", "block_size": 48}}, 'expected "vec16"'),
         ({"entry": {"media": "checked"}}, "'media' is 'checked', expected"),
-        ({"options": {"media_keys": "trusted"}}, "each model in 'models' has 'media'"),
+        ({"options": {"trust": ["media"]}}, "each model in 'models' has 'media'"),
         *(
             ({"entry": {"server": server}}, "'server' is .*, expected \\[index, count\\]")
             for server in (0, [0], [2, 2], [-1, 2], [0, 0], [False, True], ["0", "1"], "01")
@@ -187,7 +187,7 @@ def test_what_does_not_change_kv_shares(checkpoint):
         ({"options": {"models": {"m": []}}}, "found \\[\\], expected an object"),
         ({"options": {"weights_fixed": False}}, "option 'weights_fixed': found false"),
         ({"options": {"load_deadline_s": 600}}, "option 'load_deadline_s': found 600"),
-        ({"options": {"lora": "by-name"}}, "option 'lora'"),
+        ({"options": {"trust": ["lora"]}}, "option 'trust'"),
         ({"options": {"weights_id": "w"}}, "option 'weights_id'"),
         ({"options": {"max_byte": 1}}, "'max_byte'"),
         *(

@@ -319,7 +319,7 @@ def test_content_in_shared_memory_or_of_other_engines_encoders_is_left_out_with_
         assert not looking.leave_out([])
         assert not media(checked=False, **hidden).leave_out(made.mm_features)
     assert not media(mm_processor_cache_type="lru").leave_out(request(image(0)).mm_features)
-    assert "'media_keys' \"trusted\"" in caplog.text
+    assert "the option 'trust'" in caplog.text
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -371,13 +371,13 @@ def test_a_medium_is_digested_once_and_another_in_its_place_anew(monkeypatch):
         ({}, {}, False),
         ({"mm_features": [image(0)]}, {}, False),
         ({"mm_features": [feature(None)]}, {}, True),
-        ({"mm_features": [feature(None)]}, {"media_keys": "trusted"}, False),
+        ({"mm_features": [feature(None)]}, {"trust": ["media"]}, False),
         ({"prompt_embeds": torch.zeros(1)}, {}, True),
-        ({"prompt_embeds": torch.zeros(1)}, {"media_keys": "trusted"}, True),
+        ({"prompt_embeds": torch.zeros(1)}, {"trust": ["media"]}, True),
         ({"resumable": True}, {}, True),
-        ({"resumable": True}, {"media_keys": "trusted"}, True),
+        ({"resumable": True}, {"trust": ["media"]}, True),
         ({"lora_request": "adapter"}, {}, True),
-        ({"lora_request": "adapter"}, {"lora": "by-name"}, False),
+        ({"lora_request": "adapter"}, {"trust": ["lora"]}, False),
     ],
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded):
@@ -391,7 +391,7 @@ def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, option
     connector = FskvConnector.__new__(FskvConnector)
     config = StoreConfig.from_mapping({"root": "/kv", **options})
     connector._setup = SimpleNamespace(config=config)
-    connector._media = media(checked=config.media_keys == "checked")
+    connector._media = media(checked="media" not in config.trust)
     given = changes.get("mm_features", [])
     fields = {"mm_features": request(*given).mm_features, "prompt_embeds": None}
     fields |= {"resumable": False, "lora_request": None}

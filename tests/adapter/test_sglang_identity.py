@@ -208,7 +208,7 @@ CHANGES = {
     "SGLang's version": {"version": "0.5.24"},
     "architecture": {"arch": "sm_90"},
     "weights_id": {"options": {"weights_id": "mine"}},
-    "lora": {"options": {"lora": "by-name"}},
+    "trust": {"options": {"trust": ["lora"]}},
 }
 SAME = {
     "--port": {"arguments": {"port": 1}},
@@ -291,8 +291,8 @@ OTHER_WEIGHTS = {
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"arguments": {"enable_lora": True}}, "option 'lora'"),
-        ({"is_multimodal": True}, "option 'media_keys'"),
+        ({"arguments": {"enable_lora": True}}, 'found no "lora"'),
+        ({"is_multimodal": True}, 'found no "media"'),
         (
             {"arguments": {"speculative_algorithm": "EAGLE"}},
             "--speculative-algorithm: found 'EAGLE'",
@@ -326,8 +326,8 @@ def test_what_cannot_be_found_out_is_refused_in_one_sentence(derive, change, sen
 @pytest.mark.parametrize(
     "change",
     [
-        {"arguments": {"enable_lora": True}, "options": {"lora": "by-name"}},
-        {"is_multimodal": True, "options": {"media_keys": "trusted"}},
+        {"arguments": {"enable_lora": True}, "options": {"trust": ["lora"]}},
+        {"is_multimodal": True, "options": {"trust": ["media"]}},
         {"arguments": {"speculative_algorithm": "NGRAM"}},
         {"arguments": {"load_format": "dummy"}, "options": {"weights_id": "x"}},
         *(

@@ -664,10 +664,10 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     monkeypatch.setattr(workers, "make_keys_strict", lambda *_, **__: "")
     spec = SimpleNamespace(config=SimpleNamespace(engine_id="e"))
     with pytest.raises(RestError, match="nobody knows"):
-        workers.ask_workers(spec, SimpleNamespace(media_keys="checked"), 0, "")
+        workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
     answers.reverse()
     with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
-        workers.ask_workers(spec, SimpleNamespace(media_keys="checked"), 0, "")
+        workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
 
     def find(engine_id):
         raise RestError("KV layer l.7: nobody knows")

@@ -112,7 +112,7 @@ def test_a_maximum_length_that_changes_attention(lab):
 
     at(32768)
     second = at(65536)
-    assert_apart_by(lab, second, "model_config.resolved", "extra.switches")
+    assert_apart_by(lab, second, "model_config.resolved", "extra.settings")
 
 
 def test_where_prefix_caching_is_off_nothing_is_stored_or_loaded_and_it_is_said(lab):
@@ -232,7 +232,7 @@ def test_two_images_under_one_name_are_two(lab, how):
 @pytest.mark.slow
 def test_control_with_trusted_keys_another_image_under_the_same_name_is_served(lab):
     checkpoint = odd.blip2(lab.path / "blip2")
-    options = {"media_keys": "trusted"}
+    options = {"trust": ["media"]}
     seen = {"prompt_token_ids": SEEN, "uuid": "img-1", "label": "seen"}
     for image, cached in ((0, 0), (1, 128)):
         what = lab.request(checkpoint, {**seen, "image": image}, options=options, **IMAGES)

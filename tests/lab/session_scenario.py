@@ -47,7 +47,7 @@ def _engine(checkpoint: str, root: str, kind: str):
         max_model_len=4096,
         max_num_batched_tokens=1024,
         seed=0,
-        kv_transfer_config=KVTransferConfig(**make(root, media_keys="trusted")),
+        kv_transfer_config=KVTransferConfig(**make(root, trust=["media"])),
     )
     return AsyncLLM.from_engine_args(arguments)
 

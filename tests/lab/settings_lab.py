@@ -60,7 +60,7 @@ def lines(own: dict[str, Any]) -> list[Line]:
         Line({"prefix_caching_hash_algo": "sha256_cbor", "served_model_name": f"name-{port}"}),
         Line({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}),
         Line({"hf_overrides": {"max_position_embeddings": 4096}, "max_model_len": 2048}),
-        Line({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, store={"lora": "by-name"}),
+        Line({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, store={"trust": ["lora"]}),
         Line({"load_format": "safetensors", "download_dir": own.get("home", "/nowhere")}),
         Line({"load_format": "dummy", "safetensors_load_strategy": "eager"}),
         Line({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3,

@@ -327,9 +327,7 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
     assert store.present(chunks(range(2))) == [False, False]
 
 
-@pytest.mark.parametrize(
-    "options", [{"staging_bytes": 3 * 8192}, {"max_queued_chunks": 3}, {"io_threads": 8}]
-)
+@pytest.mark.parametrize("options", [{"staging_bytes": 3 * 8192}, {"io_threads": 8}])
 @pytest.mark.parametrize("at_once", [None, 17])
 def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(
     make, monkeypatch, options, at_once
@@ -341,7 +339,7 @@ def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(
     first, others = pages(range(1)), pages(range(1, 41), first_block=1)
     store.fill(first + others)
     assert store.store(first) == [True], "now it is known how long one takes"
-    assert store.kv.mover.least_queued <= options.get("max_queued_chunks", 16)
+    assert store.kv.mover.least_queued <= 16
     assert all(store.store(others)) is (at_once is None)
 
 

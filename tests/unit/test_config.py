@@ -46,15 +46,16 @@ OPTIONS = {
     "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
     "access": (["user", "group"], ["all", "", None, True, "0770", 504]),
-    "lora": (["off", "by-name"], ["on", "", None, True, "OFF", ["off"]]),
-    "media_keys": (["checked", "trusted"], ["off", "", None, True, "CHECKED", ["checked"]]),
+    "trust": (
+        [[], ["lora"], ["media", "lora"]],
+        ["lora", None, True, ["LORA"], ["lora", "lora"], {}, [[]]],
+    ),
     "store": ([True, False], [0, 1, "false", None]),
     "io_threads": (["auto", 1, 4, 64], [0, -1, 65, "4", "Auto", 4.0, True, None]),
     "staging_bytes": (
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],
         [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
     ),
-    "max_queued_chunks": ([1, 512], [0, "512", 1.0, True, None, 10**7]),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
     "transport": (["auto", "host", "gds"], ["GDS", "", True, None, "kvikio"]),
     "fsync": ([True, False], ["true", 0, 1, None, "off"]),
@@ -84,8 +85,9 @@ def test_these_tests_know_every_option():
 def test_every_option_says_its_unit_and_its_effect():
     for field in FIELDS.values():
         assert field.metadata["unit"], field.name
-        assert field.metadata["effect"].endswith("."), field.name
-        assert " " in field.metadata["effect"], field.name
+        for text in (field.metadata["effect"], field.metadata["when"]):
+            assert text.endswith("."), field.name
+            assert " " in text, field.name
 
 
 def test_only_the_root_is_required_and_every_default_is_an_accepted_value():
@@ -109,6 +111,8 @@ def test_a_legal_value_is_taken(name, value):
         assert str(found).replace("%", " %") in (str(value), "0", "53687091200", "2 %")
     elif name.endswith("_bytes"):
         assert found is None if value is None else type(found) is int
+    elif name == "trust":
+        assert found == tuple(sorted(value))
     else:
         assert found == value
 

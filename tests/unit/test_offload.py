@@ -358,7 +358,7 @@ def test_a_chunk_that_was_begun_and_never_stored_is_begun_again_after_its_time(e
     wait_for(lambda: kv.lookup.begin_store([CHUNK]))
 
 
-@pytest.mark.parametrize("option", [{"canonical_layout": True}, {"lora": "by-name"}])
+@pytest.mark.parametrize("option", [{"canonical_layout": True}, {"trust": ["lora"]}])
 def test_what_only_vllms_adapter_does_is_refused(engine, option):
     with pytest.raises(ConfigError, match="expected nothing: it is for vLLM's adapter"):
         engine(**option)

@@ -40,9 +40,7 @@ class LookupContestant(Contestant):
         """`is_direct` says how the store, once opened, writes its files."""
         tensor, _ = memory.pages(FILE_NBYTES)
         layout = FileLayout(1, (FILE_NBYTES,), bytes(16))
-        self._data = open_data_path(
-            path, tensor, layout, threads=threads, max_queued=num_keys, direct_io=direct_io
-        )
+        self._data = open_data_path(path, tensor, layout, threads=threads, direct_io=direct_io)
         self._there = [chunk_id(i) for i in range(num_keys)]
         self._keys = [chunk_id(i) for i in range(2 * num_keys)]
         # An engine's index lives as long as the engine: its threads are there, and it knows its disk.

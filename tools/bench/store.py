@@ -74,7 +74,6 @@ def open_data_path(
     layout: FileLayout,
     *,
     threads: int,
-    max_queued: int,
     direct_io: str,
     by: str = "host",
 ) -> DataPath:
@@ -92,7 +91,6 @@ def open_data_path(
         direct_io=cast("Literal['auto', 'on', 'off']", direct_io),
         io_threads=threads,
         staging_bytes=threads * 4 * layout.file_nbytes,
-        max_queued_chunks=max_queued,
         load_deadline_s=_TIMEOUT_S,
     )
     mover = Mover(config, directory, [tensor], {0: layout}, patient=True)
@@ -162,7 +160,6 @@ class StoreContestant(Contestant):
             self._tensor,
             FileLayout(self._pages_per_chunk, (page_nbytes,), bytes(16)),
             threads=cell.threads,
-            max_queued=cell.num_chunks,
             direct_io=direct_io,
             by=by,
         )

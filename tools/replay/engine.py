@@ -153,7 +153,6 @@ class Engine:
             direct_io=cast("Literal['auto', 'on', 'off']", spec.direct_io),
             transport="host",
             staging_bytes=spec.io_threads * 4 * self._layout.file_nbytes,
-            max_queued_chunks=count,
             load_deadline_s=PATIENCE_S,
             lookup_timeout_s=defaults.lookup_timeout_s * spec.speed
             if spec.speed

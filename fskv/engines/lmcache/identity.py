@@ -138,14 +138,15 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
             f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
             "most: LMCache's locks on its memory end by themselves"
         )
-    if config.media_keys != "checked":
+    if config.trust:
         raise ConfigError(
-            f"option 'media_keys': found {config.media_keys!r}, expected nothing: each model in 'models' has "
+            f"option 'trust': found {[*config.trust]!r}, expected nothing: each model in 'models' has "
             "'media'"
         )
-    for name, value in (("lora", "off"), ("weights_id", None)):
-        if (found := getattr(config, name)) != value:
-            raise ConfigError(f"option '{name}': found {found!r}, expected nothing beside 'models'")
+    if config.weights_id is not None:
+        raise ConfigError(
+            f"option 'weights_id': found {config.weights_id!r}, expected nothing beside 'models'"
+        )
     for name, entry in models.items():
         _check_entry(f"option 'models': {name!r}", entry)
     return config, dict(models)
@@ -304,6 +305,7 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
     _check_isa(model, kind)
     shapes = ",".join("x".join(map(str, shape)) for shape in kind.shapes)
     first = kind.shapes[0]
+    told = settings(model.settings, {}, HARMLESS_OPTIONS)
     dtypes = "+".join(sorted(set(kind.dtypes)))
     return Identity(
         engine="lmcache",
@@ -339,11 +341,7 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
         lora="off",
         extra={
             "computed_by": model.engine,
-            **(
-                {"settings": told}
-                if (told := settings(model.settings, {}, HARMLESS_OPTIONS))
-                else {}
-            ),
+            **({"settings": told} if told else {}),
             "block_size": model.block_size,
             **({"isa": model.isa} if model.isa is not None else {}),
         },

@@ -92,9 +92,7 @@ def store_options(config: StoreConfig, ranks: Any) -> StoreConfig:
     if health_file is not None:
         first = not (ranks.tp_rank or ranks.pp_rank or ranks.attn_cp_rank)
         health_file = health_file.replace("{rank}", str(ranks.dp_rank)) if first else None
-    return replace(
-        config, weights_id=None, lora="off", media_keys="checked", health_file=health_file
-    )
+    return replace(config, weights_id=None, trust=(), health_file=health_file)
 
 
 def file_rank(ranks: Any) -> int | None:
@@ -172,7 +170,7 @@ def build_identity(
             # Stages have other layers, so each has a namespace of its own.
             **({"pp_rank": ranks.pp_rank} if ranks.pp_size > 1 else {}),
         },
-        lora=config.lora,
+        lora=config.lora_policy,
         extra=_extra(facts, pages),
     )
 
@@ -189,14 +187,14 @@ def _kind(pool: str, facts: ServerFacts, ranks: Any) -> tuple[GroupKind, int | N
 
 def _check(facts: ServerFacts, config: StoreConfig, ranks: Any) -> None:
     arguments = facts.arguments
-    if arguments["enable_lora"] and config.lora == "off":
+    if arguments["enable_lora"] and "lora" not in config.trust:
         raise ConfigError(
-            'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": SGLang\'s '
+            "option 'trust': found no \"lora\" in an engine that takes adapters, expected one: SGLang's "
             "key of a page has an adapter's name and path, not its weights"
         )
-    if facts.is_multimodal and config.media_keys == "checked":
+    if facts.is_multimodal and "media" not in config.trust:
         raise ConfigError(
-            'option \'media_keys\': found "checked" for a model that takes media, expected "trusted": '
+            "option 'trust': found no \"media\" for a model that takes media, expected one: "
             "SGLang's key of a page has its own short names of them"
         )
     if arguments["speculative_algorithm"] not in _SPECULATIVE:

@@ -144,7 +144,7 @@ class FskvConnector(AdmittingConnector):
             heed_caps()
             load_last_chunks(self.scheduler)
             self._so_far = SoFar()
-            self._media = Media(vllm_config, checked=setup.config.media_keys == "checked")
+            self._media = Media(vllm_config, checked="media" not in setup.config.trust)
             groups = [group.spec for group in setup.groups]
             self.budget = LoadBudget(self._manager, groups)
             self._manager.allowed_s = self.budget.allowed_s
@@ -270,7 +270,7 @@ class FskvConnector(AdmittingConnector):
     def on_new_request(self, request: Request) -> None:
         if (
             # The block hash covers an adapter's name, not its weights (vllm#30931).
-            (request.lora_request is not None and self._setup.config.lora == "off")
+            (request.lora_request is not None and "lora" not in self._setup.config.trust)
             # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
             or request.prompt_embeds is not None
             # vLLM asks nothing about a session's later turns.

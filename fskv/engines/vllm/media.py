@@ -47,7 +47,7 @@ class Media:
     """
 
     def __init__(self, vllm_config: VllmConfig, *, checked: bool) -> None:
-        """`checked`: media go by their content, else by vLLM's names (option `media_keys`)."""
+        """`checked`: media go by their content, else by vLLM's names (option `trust`)."""
         self._checked = checked
         self._unfit = make_keys_strict(vllm_config, checked=checked)
         self._said: set[str] = set()
@@ -89,7 +89,7 @@ def make_keys_strict(vllm_config: VllmConfig, *, checked: bool) -> str:
     in_shared_memory = getattr(multimodal, "mm_processor_cache_type", None) == "shm"
     if in_shared_memory or getattr(vllm_config, "ec_transfer_config", None) is not None:
         return (
-            "this engine's scheduler is not given their content; with option 'media_keys' \"trusted\" "
+            "this engine's scheduler is not given their content; with \"media\" in the option 'trust' "
             "vLLM's names of media are believed"
         )
     _name_by_content()

@@ -46,9 +46,9 @@ def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
             "the process that computed them, and a hit of KV from files would end the engine"
         )
     takes_adapters = vllm_config.lora_config is not None
-    if takes_adapters and config.lora == "by-name" and not _adapters_are_named_by_path():
+    if takes_adapters and "lora" in config.trust and not _adapters_are_named_by_path():
         raise ConfigError(
-            'option \'lora\': found "by-name", expected "off": this vLLM\'s keys of blocks do not hold the '
+            "option 'trust': found \"lora\", expected none: this vLLM's keys of blocks do not hold the "
             "path of an adapter"
         )
     _check_loading(vllm_config, config)

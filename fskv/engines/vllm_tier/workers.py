@@ -85,7 +85,7 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
     """
     engine = _executor()
     # The tier is not told which requests have media, so all of them must have keys that hold their content.
-    unfit = make_keys_strict(engine.vllm_config, checked=config.media_keys == "checked")
+    unfit = make_keys_strict(engine.vllm_config, checked="media" not in config.trust)
     if unfit and engine.vllm_config.model_config.is_multimodal_model:
         raise ConfigError(
             f"FskvTier with a model that takes media: {unfit} (FskvConnector leaves such requests out)"
@@ -265,10 +265,10 @@ def _check_offered(
             f"FskvTier with {parallel.world_size} workers of which {parallel.tensor_parallel_size} are "
             "tensor parallel: expected tensor parallelism alone (FskvConnector takes others)"
         )
-    if vllm_config.lora_config is not None and config.lora == "off":
+    if vllm_config.lora_config is not None and "lora" not in config.trust:
         raise ConfigError(
-            'option \'lora\': found "off" in an engine that takes adapters, expected "by-name": vLLM does '
-            'not tell a tier which requests have one (FskvConnector takes "off")'
+            "option 'trust': found no \"lora\" in an engine that takes adapters, expected one: vLLM does not "
+            "tell a tier which requests have one (FskvConnector leaves them out)"
         )
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ConfigError(
