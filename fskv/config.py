@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from posixpath import normpath
 from typing import Any, Literal
@@ -47,7 +47,8 @@ class Deadline:
         return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
 
 
-def _option(default: Any, unit: str, effect: str) -> Any:
+def option(default: Any, unit: str, effect: str) -> Any:
+    """Return the field of an option that has a default."""
     return field(default=default, metadata={"unit": unit, "effect": effect})
 
 
@@ -62,137 +63,137 @@ class StoreConfig:
             "mount point without its mount is noticed instead of filled.",
         }
     )
-    hybrid_chunk_size: int | Literal["auto"] = _option(
+    hybrid_chunk_size: int | Literal["auto"] = option(
         "auto",
         "tokens",
         "Tokens of one chunk file. `auto`: the smallest legal chunk of about 2 MiB a file; one block "
         "for models with mamba/linear state groups. Must be a multiple of the engine's block size.",
     )
-    weights_id: str | None = _option(
+    weights_id: str | None = option(
         None,
         "text",
         "A name that you vouch for and that stands for the weights, instead of the fingerprint taken "
         "from the checkpoint's commit or files.",
     )
-    tenant: str | None = _option(
+    tenant: str | None = option(
         None, "text", "Separates this engine's chunks from those of other tenants on the same root."
     )
-    access: Literal["user", "group"] = _option(
+    access: Literal["user", "group"] = option(
         "user",
         "user, group",
         "Who may use the files of this engine beside its own user. `user`: nobody (0700, 0600). `group`: the "
         "group of the root's directory, which has to have the setgid bit (0770, 0660).",
     )
-    weights_fixed: bool = _option(
+    weights_fixed: bool = option(
         False,
         "true, false",
         "Promise that weights are never changed inside a running engine. Without it fskv stops loading and "
         "storing until the next start when the engine resets its connector's cache, as vLLM does after a "
         "weight update and for its sleep mode.",
     )
-    canonical_layout: bool = _option(
+    canonical_layout: bool = option(
         False,
         "true, false",
         "Store KV heads in files of their own instead of each rank's pages, so that engines of different "
         "tensor-parallel sizes share. Refuses to start where vLLM does not certify the model's layout.",
     )
-    lora: Literal["off", "by-name"] = _option(
+    lora: Literal["off", "by-name"] = option(
         "off",
         "off, by-name",
         "Requests with a LoRA adapter: `off` neither stores nor loads their KV; `by-name` trusts that "
         "an adapter's name never changes its weights.",
     )
-    media_keys: Literal["checked", "trusted"] = _option(
+    media_keys: Literal["checked", "trusted"] = option(
         "checked",
         "checked, trusted",
         "Key KV of images, sound and video by what they are, or by vLLM's name, which a client may choose.",
     )
-    store: bool = _option(
+    store: bool = option(
         True,
         "true, false",
         "Whether this engine stores at all. `false`: it loads what others have stored, and writes no chunk.",
     )
-    io_threads: int | Literal["auto"] = _option(
+    io_threads: int | Literal["auto"] = option(
         "auto",
         "1 to 64 threads, auto",
         "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
         "the mount takes to answer when the worker starts, but not more than half of the chunk files that "
         "`staging_bytes` holds, which may be less than 8.",
     )
-    staging_bytes: int = _option(
+    staging_bytes: int = option(
         256 * MIB,
         'bytes, or "256MiB"',
         "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
         "GPU memory with GDS.",
     )
-    max_queued_chunks: int = _option(
+    max_queued_chunks: int = option(
         512,
         "chunks",
         "Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it "
         "is those, but two per I/O thread at least. A chunk that comes when the queue is full is skipped and "
         "counted; the engine never waits for it.",
     )
-    direct_io: Literal["auto", "on", "off"] = _option(
+    direct_io: Literal["auto", "on", "off"] = option(
         "auto",
         "auto, on, off",
         "O_DIRECT. `auto` uses it where a write probe in the root succeeds; `on` refuses to start "
         "where it does not; `off` goes through the page cache.",
     )
-    transport: Literal["auto", "host", "gds"] = _option(
+    transport: Literal["auto", "host", "gds"] = option(
         "auto",
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
         "(GPUDirect Storage); where that does not work the log says why, and it is `host`. `auto`: `host`. "
         "`fskv bench` measures both on a GPU and says which to write.",
     )
-    fsync: bool = _option(
+    fsync: bool = option(
         False,
         "true, false",
         "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
         "makes a wrong one served.",
     )
-    load_deadline_s: float = _option(
+    load_deadline_s: float = option(
         2.0,
         "seconds",
         "After so long a small load is given up and recomputed; a larger one may take as long again for "
         "each 40 MiB, and 15 times this at most.",
     )
-    load_budget: str = _option(
+    load_budget: str = option(
         "off",
         "on or off",
         "`on`: a hit is loaded only where that is predicted to be faster than its recompute, from measured "
         "rates, and a load that takes as long as the recompute is given up.",
     )
-    lookup_timeout_s: float = _option(
+    lookup_timeout_s: float = option(
         1.0,
         "seconds",
         "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
         "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
         "times this at most.",
     )
-    max_bytes: int | None = _option(
+    max_bytes: int | None = option(
         None,
         'bytes, or "500GiB"',
         "Upper bound of the chunk files of the whole root, on disk, whoever wrote them. What was used least "
         "recently goes first.",
     )
-    keep_free: int | Share = _option(  # noqa: RUF009  a Share is frozen
+    keep_free: int | Share = option(  # noqa: RUF009  a Share is frozen
         Share(2.0),
         'bytes, "50GiB" or "2%"',
         "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
     )
-    tenant_max_bytes: int | None = _option(
+    tenant_max_bytes: int | None = option(
         None,
         'bytes, or "100GiB"',
         "Upper bound of all namespaces of this engine's `tenant` on the root.",
     )
-    maintenance: Literal["on", "off"] = _option(
+    maintenance: Literal["on", "off"] = option(
         "on",
         "on, off",
         "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
         "share a root does so at a time. `off`: nothing bounds what this engine writes.",
     )
-    health_file: str | None = _option(
+    health_file: str | None = option(
         None,
         "absolute path",
         "A small JSON file that says whether the cache is well, see docs/metrics.md. Not in the root. "
@@ -229,11 +230,7 @@ class StoreConfig:
             if name in known:
                 values[name] = _PARSERS[name](name, value)
             else:
-                near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
-                sure = difflib.get_close_matches(str(name), near, n=1)
-                names = f"nearest: {', '.join(near)}; " if near else ""
-                hint = f"did you mean '{sure[0]}'?" if sure else f"{names}all are in docs/vllm.md"
-                raise ConfigError(f"option '{name}': found {value!r} under an unknown name; {hint}")
+                raise unknown(name, value, known)
         if "root" not in values:
             raise ConfigError(
                 "option 'root': found nothing, expected the absolute path of an existing directory"
@@ -261,6 +258,17 @@ class StoreConfig:
                 )
 
 
+def unknown(
+    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/vllm.md"
+) -> ConfigError:
+    """Return the error of an option that is not among the known; without a near one it says the hint."""
+    near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
+    sure = difflib.get_close_matches(str(name), near, n=1)
+    names = f"nearest: {', '.join(near)}; " if near else ""
+    words = f"did you mean '{sure[0]}'?" if sure else names + hint
+    return ConfigError(f"option '{name}': found {value!r} under an unknown name; {words}")
+
+
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
         raise bad(name, value, 'an absolute path such as "/mnt/kv"')
@@ -285,7 +293,8 @@ def _parse_chunk_size(name: str, value: Any) -> int | str:
     return value
 
 
-def _parse_text(name: str, value: Any) -> str | None:
+def parse_text(name: str, value: Any) -> str | None:
+    """Return the text; raises ConfigError, which calls the value "option '<name>'"."""
     if value is None:
         return None
     if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
@@ -309,13 +318,13 @@ def _count(at_least: int, at_most: int, *words: str) -> Any:
     return parse
 
 
-def _seconds(at_least: float, at_most: float) -> Any:
+def number(at_least: float, at_most: float, of: str = "seconds as a plain number") -> Any:
+    """Return a parser of numbers that are neither below nor above these."""
+
     def parse(name: str, value: Any) -> float:
         number = value if type(value) in (int, float) else math.nan
         if not at_least <= number <= at_most:  # also refuses NaN
-            raise bad(
-                name, value, f"seconds as a plain number from {at_least:g} to {at_most:g} (no unit)"
-            )
+            raise bad(name, value, f"{of} from {at_least:g} to {at_most:g} (no unit)")
         return float(number)
 
     return parse
@@ -339,8 +348,8 @@ def _parse_bool(name: str, value: Any) -> bool:
 _PARSERS = {
     "root": _parse_root,
     "hybrid_chunk_size": _parse_chunk_size,
-    "weights_id": _parse_text,
-    "tenant": _parse_text,
+    "weights_id": parse_text,
+    "tenant": parse_text,
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
@@ -353,9 +362,9 @@ _PARSERS = {
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
     "fsync": _parse_bool,
-    "load_deadline_s": _seconds(0.01, 3600),
+    "load_deadline_s": number(0.01, 3600),
     "load_budget": _choice("on", "off"),
-    "lookup_timeout_s": _seconds(0.01, 60),
+    "lookup_timeout_s": number(0.01, 60),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
     "tenant_max_bytes": _parse_bound,
