@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from posixpath import normpath
 from typing import Any, Literal
@@ -53,7 +53,8 @@ class Deadline:
         return min(self.max_s, self.base_s + self.per_mib_s * nbytes / MIB)
 
 
-def _option(default: Any, unit: str, effect: str, when: str) -> Any:
+def option(default: Any, unit: str, effect: str, when: str = "") -> Any:
+    """Return the field of an option that has a default; `when` to change it."""
     return field(default=default, metadata={"unit": unit, "effect": effect, "when": when})
 
 
@@ -69,34 +70,34 @@ class StoreConfig:
             "when": "Always. Local NVMe for one node, a shared mount for several.",
         }
     )
-    hybrid_chunk_size: int | Literal["auto"] = _option(
+    hybrid_chunk_size: int | Literal["auto"] = option(
         "auto",
         "tokens",
         "Tokens of one chunk file. `auto`: the smallest legal chunk of about 2 MiB a file; one block "
         "for models with mamba/linear state groups. Must be a multiple of the engine's block size.",
         "Engines of different settings are to share, or a slow mount needs larger files.",
     )
-    weights_id: str | None = _option(
+    weights_id: str | None = option(
         None,
         "text",
         "A name that you vouch for and that stands for the weights, instead of the fingerprint taken "
         "from the checkpoint's commit or files.",
         "The checkpoint has no local files, or nodes got it in different ways.",
     )
-    tenant: str | None = _option(
+    tenant: str | None = option(
         None,
         "text",
         "Separates this engine's chunks from those of other tenants on the same root.",
         "Tenants must not see which prompts of others are cached.",
     )
-    access: Literal["user", "group"] = _option(
+    access: Literal["user", "group"] = option(
         "user",
         "user, group",
         "Who may use the files of this engine beside its own user. `user`: nobody (0700, 0600). `group`: the "
         "group of the root's directory, which has to have the setgid bit (0770, 0660).",
         "Engines of several users share the root.",
     )
-    weights_fixed: bool = _option(
+    weights_fixed: bool = option(
         False,
         "true, false",
         "Promise that weights are never changed inside a running engine. Without it fskv stops loading and "
@@ -104,14 +105,14 @@ class StoreConfig:
         "weight update and for its sleep mode.",
         "You use sleep mode, or reset the prefix cache, and never change weights.",
     )
-    canonical_layout: bool = _option(
+    canonical_layout: bool = option(
         False,
         "true, false",
         "Store KV heads in files of their own instead of each rank's pages, so that engines of different "
         "tensor-parallel sizes share. Refuses to start where vLLM does not certify the model's layout.",
         "Engines of several tensor-parallel sizes share.",
     )
-    trust: tuple[str, ...] = _option(
+    trust: tuple[str, ...] = option(
         (),
         'list of "lora", "media"',
         "Names in requests that fskv believes. `lora`: the name of an adapter never changes its weights; "
@@ -119,14 +120,14 @@ class StoreConfig:
         "images, sound and video, which a client may choose; without it their KV is keyed by what they are.",
         "You load adapters from fixed places, or no client can name media.",
     )
-    store: bool = _option(
+    store: bool = option(
         True,
         "true, false",
         "Whether this engine stores at all. `false`: it loads what others have stored, and the root may be "
         "mounted read-only. It writes, dates and removes no file there, and starts no `maintenance`.",
         "A decode fleet, or a root that is mounted read-only.",
     )
-    io_threads: int | Literal["auto"] = _option(
+    io_threads: int | Literal["auto"] = option(
         "auto",
         "1 to 64 threads, auto",
         "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
@@ -134,21 +135,21 @@ class StoreConfig:
         "`staging_bytes` holds, which may be less than 8.",
         "`fskv bench` says that another number is faster.",
     )
-    staging_bytes: int = _option(
+    staging_bytes: int = option(
         256 * MIB,
         'bytes, or "256MiB"',
         "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
         "GPU memory with GDS.",
         "`fskv plan` says that chunks are large, or memory is short.",
     )
-    direct_io: Literal["auto", "on", "off"] = _option(
+    direct_io: Literal["auto", "on", "off"] = option(
         "auto",
         "auto, on, off",
         "O_DIRECT. `auto` uses it where a write probe in the root succeeds, or a read with `store` `false`; "
         "`on` refuses to start where it does not; `off` goes through the page cache.",
         "`fskv bench` says so, or the page cache is to serve several engines of a node.",
     )
-    transport: Literal["auto", "host", "gds"] = _option(
+    transport: Literal["auto", "host", "gds"] = option(
         "auto",
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
@@ -156,28 +157,28 @@ class StoreConfig:
         "`host`. `auto`: `host`. `fskv bench` measures both on a GPU and says which to write.",
         "`fskv bench` measured GDS to be faster.",
     )
-    fsync: bool = _option(
+    fsync: bool = option(
         False,
         "true, false",
         "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
         "makes a wrong one served.",
         "What was stored last must outlive a power cut.",
     )
-    load_deadline_s: float = _option(
+    load_deadline_s: float = option(
         2.0,
         "seconds",
         "After so long a small load is given up and recomputed; a larger one may take as long again for "
         "each 40 MiB, and 15 times this at most.",
         "The mount is slow and sound: raise it. A recompute is short: lower it.",
     )
-    load_budget: str = _option(
+    load_budget: str = option(
         "off",
         "on or off",
         "`on`: a hit is loaded only where that is predicted to be faster than its recompute, from measured "
         "rates, and a load that takes as long as the recompute is given up.",
         "The mount is sometimes slower than the GPU.",
     )
-    lookup_timeout_s: float = _option(
+    lookup_timeout_s: float = option(
         1.0,
         "seconds",
         "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
@@ -185,33 +186,33 @@ class StoreConfig:
         "times this at most.",
         "The mount answers late: see [file systems](filesystems.md).",
     )
-    max_bytes: int | None = _option(
+    max_bytes: int | None = option(
         None,
         'bytes, or "500GiB"',
         "Upper bound of the chunk files of the whole root, on disk, whoever wrote them. What was used least "
         "recently goes first.",
         "The root shares its disk with something else.",
     )
-    keep_free: int | Share = _option(  # noqa: RUF009  a Share is frozen
+    keep_free: int | Share = option(  # noqa: RUF009  a Share is frozen
         Share(2.0),
         'bytes, "50GiB" or "2%"',
         "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
         "Others on the disk need more room, or the disk is for fskv alone.",
     )
-    tenant_max_bytes: int | None = _option(
+    tenant_max_bytes: int | None = option(
         None,
         'bytes, or "100GiB"',
         "Upper bound of all namespaces of this engine's `tenant` on the root.",
         "One tenant must not push out the others.",
     )
-    maintenance: Literal["on", "off"] = _option(
+    maintenance: Literal["on", "off"] = option(
         "on",
         "on, off",
         "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
         "share a root does so at a time. `off`: nothing bounds what this engine writes.",
         "`fskv prune --watch` does it on another node.",
     )
-    health_file: str | None = _option(
+    health_file: str | None = option(
         None,
         "absolute path",
         "A small JSON file that says whether the cache is well, see docs/metrics.md. Not in the root. "
@@ -254,11 +255,7 @@ class StoreConfig:
             if name in known:
                 values[name] = _PARSERS[name](name, value)
             else:
-                near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
-                sure = difflib.get_close_matches(str(name), near, n=1)
-                names = f"nearest: {', '.join(near)}; " if near else ""
-                hint = f"did you mean '{sure[0]}'?" if sure else f"{names}all are in docs/vllm.md"
-                raise ConfigError(f"option '{name}': found {value!r} under an unknown name; {hint}")
+                raise unknown(name, value, known)
         if "root" not in values:
             raise ConfigError(
                 "option 'root': found nothing, expected the absolute path of an existing directory"
@@ -293,6 +290,17 @@ class StoreConfig:
                 )
 
 
+def unknown(
+    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/vllm.md"
+) -> ConfigError:
+    """Return the error of an option that is not among the known; without a near one it says the hint."""
+    near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
+    sure = difflib.get_close_matches(str(name), near, n=1)
+    names = f"nearest: {', '.join(near)}; " if near else ""
+    words = f"did you mean '{sure[0]}'?" if sure else names + hint
+    return ConfigError(f"option '{name}': found {value!r} under an unknown name; {words}")
+
+
 def _parse_root(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
         raise bad(name, value, 'an absolute path such as "/mnt/kv"')
@@ -317,7 +325,8 @@ def _parse_chunk_size(name: str, value: Any) -> int | str:
     return value
 
 
-def _parse_text(name: str, value: Any) -> str | None:
+def parse_text(name: str, value: Any) -> str | None:
+    """Return the text; raises ConfigError, which calls the value "option '<name>'"."""
     if value is None:
         return None
     if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
@@ -348,13 +357,13 @@ def _count(at_least: int, at_most: int, *words: str) -> Any:
     return parse
 
 
-def _seconds(at_least: float, at_most: float) -> Any:
+def number(at_least: float, at_most: float, of: str = "seconds as a plain number") -> Any:
+    """Return a parser of numbers that are neither below nor above these."""
+
     def parse(name: str, value: Any) -> float:
         number = value if type(value) in (int, float) else math.nan
         if not at_least <= number <= at_most:  # also refuses NaN
-            raise bad(
-                name, value, f"seconds as a plain number from {at_least:g} to {at_most:g} (no unit)"
-            )
+            raise bad(name, value, f"{of} from {at_least:g} to {at_most:g} (no unit)")
         return float(number)
 
     return parse
@@ -378,8 +387,8 @@ def _parse_bool(name: str, value: Any) -> bool:
 _PARSERS = {
     "root": _parse_root,
     "hybrid_chunk_size": _parse_chunk_size,
-    "weights_id": _parse_text,
-    "tenant": _parse_text,
+    "weights_id": parse_text,
+    "tenant": parse_text,
     "access": _choice("user", "group"),
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
@@ -390,9 +399,9 @@ _PARSERS = {
     "direct_io": _choice("auto", "on", "off"),
     "transport": _choice("auto", "host", "gds"),
     "fsync": _parse_bool,
-    "load_deadline_s": _seconds(0.01, 3600),
+    "load_deadline_s": number(0.01, 3600),
     "load_budget": _choice("on", "off"),
-    "lookup_timeout_s": _seconds(0.01, 60),
+    "lookup_timeout_s": number(0.01, 60),
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
     "tenant_max_bytes": _parse_bound,

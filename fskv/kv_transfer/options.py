@@ -35,17 +35,9 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
 }
 
-
 # Of a tier's, what stands beside `secondary_tiers` and not in them.
-_OF_THE_SPEC = ENGINE_OPTIONS | {
-    "block_size",
-    "blocks_per_chunk",
-    "canonical_layout",
-    "cpu_bytes_to_use",
-    "eviction_policy",
-    "spec_name",
-    "spec_module_path",
-}
+_OF_THE_SPEC = ENGINE_OPTIONS | _REFUSED.keys() | {"canonical_layout", "eviction_policy"}
+_OF_A_TIER = ("type", "module_path")  # which one it is
 
 
 def store_config(options: Mapping[str, Any]) -> StoreConfig:
@@ -77,7 +69,8 @@ def tier_config(options: Mapping[str, Any]) -> StoreConfig:
             f"option 'hybrid_chunk_size': found {options['hybrid_chunk_size']!r}, expected nothing: FskvTier "
             "stores the chunks that vLLM makes; set 'block_size' beside 'secondary_tiers' instead"
         )
-    config = store_config(options)
+    own = {name: value for name, value in options.items() if name not in _OF_A_TIER}
+    config = store_config(own)
     if config.load_budget != "off":
         raise ConfigError(
             f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "

@@ -6,7 +6,6 @@ import copy
 import inspect
 import os
 import pickle
-import re
 import time
 from types import SimpleNamespace
 
@@ -68,31 +67,28 @@ class Child:
         self._call("shutdown")
 
 
-def connector(*children, lookup_timeout_s=60.0, choose="weight", weights=None):
+def connector(*children, lookup_timeout_s=60.0, weights=None):
     """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
+    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
-    from fskv.engines.vllm_multi.events import MergedEvents
     from fskv.observe.metrics import Counters
 
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors = list(children)
     made._names = [f"child{idx}" for idx in range(len(children))]
     made._config = SimpleNamespace(
-        choose=choose,
         lookup_timeout_s=lookup_timeout_s,
         connectors=[SimpleNamespace(load_weight=w) for w in weights or [1.0] * len(children)],
     )
     made._all_support_hma = True
     made._requests_to_connector, made._extra_async_saves = {}, {}
-    made._counters, made._events = Counters(), MergedEvents()
-    made._waits_since, made._given_up, made._loading, made._failed = {}, {}, {}, {}
-    made._granularity = [16] * len(children)
-    made._tokens_per_hash = 16
+    made._counters, made._admission = Counters(), Admission()
+    made._waits_since, made._given_up, made._failed = {}, {}, {}
     return made
 
 
-def request(name="r", num_tokens=100, hashes=(1, 2, 3, 4, 5, 6)):
-    return SimpleNamespace(request_id=name, num_tokens=num_tokens, block_hashes=list(hashes))
+def request(name="r", num_tokens=96):
+    return SimpleNamespace(request_id=name, num_tokens=num_tokens)
 
 
 def output(finished=(), failed=()):
@@ -149,34 +145,96 @@ def test_vllms_own_connector_defers_instead():
         assert MultiConnector.get_num_new_matched_tokens(multi, request(), 0) == (None, False)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "weights", "found"),
+    [
+        ([32, 96, 96], None, 1),  # the first of equals
+        ([32, 96], [4.0, 1.0], 0),
+        ([32, 96], [0.0, 1.0], 1),
+        ([0, 0], None, None),
+        ([96, 0], [0.0, 1.0], None),  # stored to, never loaded from
+        ([None, 96], None, 1),  # a silent child that has no more at most
+        ([None, 32], [0.1, 1.0], 1),
+        ([None, 32], [0.0, 1.0], 1),
+        ([None, 32], None, "later"),
+        ([32, None], [1.0, 2.0], "later"),
+        ([0, None], None, "later"),
+        ([None, None], [0.0, 0.0], None),
+    ],
+)
+def test_the_child_with_the_most_by_weight_is_loaded_from(tokens, weights, found):
+    multi = connector(*map(Child, tokens), weights=weights)
+    answer = multi.get_num_new_matched_tokens(request(), 0)
+    if isinstance(found, int):
+        assert answer == (tokens[found], True)
+        assert multi._requests_to_connector == {"r": found}
+    else:
+        assert answer == (None if found == "later" else 0, False)
+        assert multi._requests_to_connector == {}
+
+
+def test_a_silent_child_of_vllms_kind_has_whole_chunks_at_most():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    class Silent(OffloadingConnector):
+        def __init__(self, *, partial):
+            groups = [SimpleNamespace(tokens_per_chunk=size) for size in (16, 64)]
+            self.connector_scheduler = SimpleNamespace(
+                config=SimpleNamespace(
+                    supports_partial_tail=partial, tokens_per_hash=16, kv_group_configs=groups
+                )
+            )
+
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            return None, False
+
+    for partial, tokens, waits in (
+        (False, 64, False),
+        (False, 63, True),
+        (True, 95, True),
+        (True, 96, False),
+    ):
+        multi = connector(Silent(partial=partial), Child(tokens))
+        answer = multi.get_num_new_matched_tokens(request(num_tokens=100), 0)
+        assert answer == ((None, False) if waits else (tokens, True))
+    # Of these the engine itself has all but 16 tokens.
+    multi = connector(Silent(partial=True), Child(16))
+    assert multi.get_num_new_matched_tokens(request(num_tokens=100), 80) == (16, True)
+
+
 def test_the_wait_for_a_silent_child_ends_and_is_counted_once():
     multi = connector(Child(None), Child(32), lookup_timeout_s=0.05)
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
     time.sleep(0.06)
     for _ in range(3):  # the blocks were not there, so the scheduler asks again
         assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
-    ((metric, child),) = [key for key in multi._counters.drain() if key[0].name.endswith("up")]
-    assert (metric.name, child) == ("fskv_multi_given_up", "child0")
     multi.update_state_after_alloc(request(), None, 32)
+    counts = {(m.name, child): amount for (m, child), amount in multi._counters.drain().items()}
+    assert counts == {("fskv_multi_given_up", "child0"): 1, ("fskv_multi_loads", "child1"): 1}
     # After a preemption it may wait again.
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
 
 
-def test_with_nothing_elsewhere_the_wait_ends_too_unless_the_same_tokens_are_being_loaded():
+def test_a_child_that_answers_after_all_is_not_counted_as_given_up():
+    silent, other = Child(None), Child(32)
+    multi = connector(silent, other, lookup_timeout_s=0.0)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
+    silent.tokens = other.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
+    multi.update_state_after_alloc(request(), None, 0)
+    assert multi._counters.drain() == {}
+
+
+def test_with_nothing_elsewhere_a_child_is_waited_for_as_if_it_were_alone():
+    """It bounds its own wait, also for a load of the same tokens; to go on would compute them again."""
     silent = Child(None)
-    multi = connector(silent, lookup_timeout_s=0.01)
-    silent.tokens = 96
-    multi.get_num_new_matched_tokens(request("first"), 0)
-    multi.update_state_after_alloc(request("first"), None, 96)
-    silent.tokens = None
-    for name in ("same", "else"):
-        hashes = (1, 2, 3, 4, 5, 6) if name == "same" else (7, 8, 9, 10, 11, 12)
-        assert multi.get_num_new_matched_tokens(request(name, hashes=hashes), 0) == (None, False)
-    time.sleep(0.02)
-    assert multi.get_num_new_matched_tokens(request("else", hashes=(7, 8)), 0) == (0, False)
-    assert multi.get_num_new_matched_tokens(request("same"), 0) == (None, False)
-    multi.update_connector_output(output(finished=["first"]))
-    assert multi.get_num_new_matched_tokens(request("same"), 0) == (0, False)
+    multi = connector(silent, Child(0), lookup_timeout_s=0.0)
+    for _ in range(3):
+        assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+    silent.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
 
 
 def test_a_choice_of_before_is_forgotten_when_the_child_has_nothing_any_more():
@@ -200,25 +258,9 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
     second.tokens = 0
     assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
     multi.request_finished_all_groups(request(), ([],))
-    assert not any((multi._failed, multi._loading, multi._waits_since, multi._given_up))
+    assert not any((multi._failed, multi._waits_since, multi._given_up))
     second.tokens = 32
     assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
-
-
-def test_auto_asks_the_children_for_their_times_and_one_without_is_no_error():
-    from fskv.engines.vllm.budget import Rate
-
-    slow, fast = Child(96), Child(96)
-    for child, load_s in ((slow, 2.0), (fast, 0.5)):
-        child.budget = SimpleNamespace(
-            predicted_load_s=lambda new, computed, load_s=load_s: load_s, prefill=Rate()
-        )
-    multi = connector(slow, fast, choose="auto")
-    multi.get_num_new_matched_tokens(request(), 0)
-    assert multi._requests_to_connector == {"r": 1}
-    multi = connector(slow, Child(96), choose="auto")
-    multi.get_num_new_matched_tokens(request(), 0)
-    assert multi._requests_to_connector == {"r": 0}
 
 
 # --- start, end, reset ----------------------------------------------------------------------
@@ -310,46 +352,63 @@ def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused(
         _check_whole_chunks(list("abcde"), [*good, child(OffloadingConnector, 8, (0,))])
 
 
-def test_two_names_of_one_directory_are_refused(tmp_path):
-    from fskv.engines.vllm_multi.connector import _check_real_roots
+def test_a_link_to_the_root_of_another_child_is_noticed(tmp_path):
+    from fskv.engines.vllm_multi.connector import _real
     from fskv.errors import ConfigError
-    from fskv.kv_transfer.multi import MultiConfig
+    from fskv.kv_transfer.multi import ChildConfig, check_roots
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     os.symlink(tmp_path / "a", tmp_path / "link")
 
-    def check(*roots):
-        children = [
-            {"kv_connector": "FskvConnector", "kv_connector_extra_config": {"root": str(root)}}
-            for root in roots
-        ]
-        _check_real_roots(MultiConfig.from_mapping({"connectors": children}))
+    def check(*names):
+        roots = [_child_config(name, root=str(tmp_path / name)) for name in names]
+        check_roots([ChildConfig(transfer=root) for root in roots], _real)
 
-    check(tmp_path / "a", tmp_path / "b", tmp_path / "missing")
-    with pytest.raises(ConfigError, match="a root of its own"):
-        check(tmp_path / "a", tmp_path / "link")
-    (tmp_path / "link" / "below").mkdir()
-    with pytest.raises(ConfigError, match="a root of its own"):
-        check(tmp_path / "link" / "below", tmp_path / "a")
+    check("a", "b", "missing")
+    for names in (("a", "link"), ("link/below", "a")):
+        with pytest.raises(ConfigError, match="a root of its own"):
+            check(*names)
 
 
-def test_a_child_without_support_for_hybrid_models_is_refused_with_the_way_out():
-    from fskv.engines.vllm_multi.connector import _check_hybrid
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({}, None),
+        ({"layout": "DS"}, None),
+        ({"layout": "SD"}, "VLLM_SSM_CONV_STATE_LAYOUT=SD, expected DS"),
+        ({"context": 2}, "with context parallelism"),
+        ({"routed": True}, "with --enable-return-routed-experts"),
+    ],
+)
+def test_vllms_own_care_for_nixl_is_not_taken_for_granted(found, words, monkeypatch):
+    from vllm.model_executor.layers.mamba import mamba_utils
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from fskv.engines.vllm_multi.connector import _check_pulls, _parse
     from fskv.errors import ConfigError
-    from fskv.kv_transfer.multi import MultiConfig
 
-    def check(child, *, disabled):
-        config = MultiConfig.from_mapping(
-            {"connectors": [{"kv_connector": child, "kv_role": "kv_both"}]}
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: found["layout"])
+    states = (
+        [SimpleNamespace(kv_cache_spec=MambaSpec.__new__(MambaSpec))] if "layout" in found else []
+    )
+
+    def check(kind):
+        config = _vllm_config(_child_config("a"), _child_config("n", kind, kv_role="kv_producer"))
+        config.parallel_config = SimpleNamespace(
+            decode_context_parallel_size=found.get("context", 1)
         )
-        scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=disabled)
-        _check_hybrid(SimpleNamespace(scheduler_config=scheduler), config)
+        config.aux_output_config = SimpleNamespace(
+            enable_return_routed_experts=found.get("routed", False)
+        )
+        _check_pulls(config, SimpleNamespace(kv_cache_groups=states), _parse(config))
 
-    check("OffloadingConnector", disabled=False)
-    check("ExampleConnector", disabled=True)
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        check("ExampleConnector", disabled=False)
+    check("OffloadingConnector")
+    if words is None:
+        check("NixlConnector")
+        return
+    with pytest.raises(ConfigError, match=f"connector n: found NixlConnector .*{words}"):
+        check("NixlConnector")
 
 
 @pytest.mark.parametrize(
@@ -376,24 +435,24 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_child_refuses_to_start_with_names_the_child(monkeypatch, caplog):
+def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplog):
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     from fskv.engines.vllm_multi import connector
     from fskv.errors import ConfigError
 
+    first = Child()
+
     def built_up_to_the_second(self, *_):
-        self._connectors = [Child()]
+        self._connectors = [first]
         raise ConfigError("option 'staging_bytes': found 1")
 
     monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
-    for check in ("_check_hybrid", "_check_pulls", "_check_real_roots"):
-        monkeypatch.setattr(connector, check, lambda *_: None)
     config = _vllm_config(_child_config("a"), _child_config("b"))
-    sentence = "option 'connectors[1]': option 'staging_bytes': found 1"
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
+    with pytest.raises(ConfigError, match="'staging_bytes': found 1"):
         connector.FskvMultiConnector(config, None, None)
-    assert f"fskv: {sentence}" in caplog.text
+    assert "fskv: option 'staging_bytes': found 1" in caplog.text
+    assert first.calls == ["shutdown"]
 
 
 # --- metrics --------------------------------------------------------------------------------
@@ -410,11 +469,11 @@ def _vllm_config(*children):
     return SimpleNamespace(kv_transfer_config=outer)
 
 
-def _child_config(name, kind="FskvConnector", **extra):
+def _child_config(name, kind="FskvConnector", kv_role="kv_both", **extra):
     options = {"root": f"/{name}"} if kind == "FskvConnector" else {}
     return {
         "kv_connector": kind,
-        "kv_role": "kv_both",
+        "kv_role": kv_role,
         "kv_connector_extra_config": {"name": name, **options, **extra},
     }
 
@@ -439,7 +498,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
 
     from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
-    from fskv.engines.vllm_multi.metrics import own_stats, stats_id
+    from fskv.engines.vllm_multi.metrics import OWN, stats_id
     from fskv.observe import metrics
     from fskv.observe.metrics import Counters
 
@@ -454,7 +513,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     ]
     own = Counters()
     own.add(metrics.MULTI_LOADS, 5, "b")
-    data = own_stats(own)
+    data = {OWN: to_stats(own.drain(), {})}
     for number, child_id in enumerate(ids[:2], 1):
         counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
         so_far = SoFar()
@@ -484,13 +543,17 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
 
 
 def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
-    from fskv.engines.vllm_multi.metrics import _Shared
+    from fskv.engines.vllm_multi.metrics import _sharing
 
-    made = []
-    shared = _Shared({"gauge": lambda **definition: made.append(definition) or definition})
+    defined, made = [], {}
+
+    def gauge(**definition):
+        defined.append(definition)
+        return definition
+
     for child, labels in ((0, ["a"]), (1, ["b"]), (2, ["a"])):
-        shared.types_for(child)["gauge"](name="info", documentation="", labelnames=labels)
-    assert [(each["name"], each["labelnames"]) for each in made] == [
+        _sharing(gauge, made, child)(name="info", documentation="", labelnames=labels)
+    assert [(each["name"], each["labelnames"]) for each in defined] == [
         ("info", ["a"]),
         ("info_connector1", ["b"]),
     ]
@@ -505,72 +568,3 @@ def test_under_vllms_own_connector_the_children_collide():
         _registered(MultiConnector, both)
     one, _ = _registered(MultiConnector, _vllm_config(_child_config("a"), _child_config("b")))
     assert list(one._prom_metrics) == ["FskvConnector"]
-
-
-# --- events ---------------------------------------------------------------------------------
-
-
-def _stored(*hashes, medium="STORAGE", group=0):
-    from vllm.distributed.kv_events import BlockStored
-
-    return BlockStored(
-        block_hashes=list(hashes),
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=0,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-        group_idx=group,
-    )
-
-
-def _removed(*hashes, medium="STORAGE", group=0):
-    from vllm.distributed.kv_events import BlockRemoved
-
-    return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=group)
-
-
-def test_a_block_is_announced_as_gone_when_the_last_child_that_has_it_says_so():
-    from fskv.engines.vllm_multi.events import MergedEvents
-
-    merged = MergedEvents()
-
-    def news(child, *events):
-        return [
-            (type(event).__name__, event.block_hashes, event.medium, event.group_idx)
-            for event in merged.pass_on(child, events)
-        ]
-
-    assert news(0, _stored(b"x", b"y")) == [("BlockStored", [b"x", b"y"], "STORAGE", 0)]
-    news(1, _stored(b"x"), _stored(b"x", medium="CPU"), _stored(b"x", group=1))
-    assert news(0, _removed(b"x", b"y")) == [("BlockRemoved", [b"y"], "STORAGE", 0)]
-    assert news(0, _removed(b"x", medium="CPU")) == [], "this child does not have it there"
-    assert news(1, _removed(b"x")) == [("BlockRemoved", [b"x"], "STORAGE", 0)]
-    assert news(1, _removed(b"x", medium="CPU")) == [("BlockRemoved", [b"x"], "CPU", 0)]
-    assert news(1, _removed(b"x", group=1)) == [("BlockRemoved", [b"x"], "STORAGE", 1)]
-    assert merged._holders == {}
-    original = _removed(b"x", b"y")
-    news(0, _stored(b"x"))
-    news(1, _stored(b"x"))
-    news(0, original)
-    assert original.block_hashes == [b"x", b"y"], "the child's own event is left as it was"
-
-
-def test_a_reset_forgets_the_blocks_of_children_that_do_not_say_that_they_are_gone():
-    class Announcing(Child):
-        news = ()
-
-        def take_events(self):
-            return self.news
-
-    children = Announcing(), Announcing()
-    multi = connector(*children)
-    for n in range(20):
-        children[0].news = [_stored(*range(100 * n, 100 * n + 100), medium="CPU")]
-        assert len(list(multi.take_events())) == 1
-        multi.reset_cache()
-    assert not multi._events._holders
-    # What is told of them later is told on.
-    children[0].news = [_removed(7, medium="CPU")]
-    assert [event.block_hashes for event in multi.take_events()] == [[7]]

@@ -120,10 +120,12 @@ class Ours(FskvConnector):
 
 
 def multi(scheduler):
+    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors, made._extra_async_saves = [Stock(scheduler)], {"r": 1}
+    made._admission = Admission()
     return made
 
 

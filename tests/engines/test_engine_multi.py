@@ -181,9 +181,7 @@ def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as
     roots = two_roots(tmp_path)
     faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
-    transfer = multi(
-        *pair(LLAMA, roots, fast={"lookup_timeout_s": 60}), lookup_timeout_s=0.5, choose="weight"
-    )
+    transfer = multi(*pair(LLAMA, roots, fast={"lookup_timeout_s": 60}), lookup_timeout_s=0.5)
     cold = [lab.generate(main, "main"), *lab.SETTLE]
     lab.run(lab.request(LLAMA, cold, transfer=transfer))
     talk = lab.Conversation(tmp_path)

@@ -27,7 +27,7 @@ from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
 from fskv.format.integrity import xxh3_rows
-from fskv.kv_transfer.stores import stores_of
+from fskv.kv_transfer.multi import stores_of
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status

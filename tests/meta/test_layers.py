@@ -35,7 +35,6 @@ LAYERS = {
         "fskv.namespace",
         "fskv.plan.",
         "fskv.root.mounts",
-        "fskv.routing.",
     ),
     2: (
         "fskv.data_path.breaker",

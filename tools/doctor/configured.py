@@ -11,7 +11,7 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import FskvError
-from fskv.kv_transfer.stores import stores_of
+from fskv.kv_transfer.multi import stores_of
 
 from ..terminal import iec
 from .finding import Finding, hint, ok, problem

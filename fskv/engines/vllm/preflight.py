@@ -15,7 +15,7 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.engines.vllm.refusals import check_settings
 from fskv.errors import FskvError
-from fskv.kv_transfer.stores import stores_of
+from fskv.kv_transfer.multi import stores_of
 from fskv.root.root import Root
 
 logger = logging.getLogger(__name__)

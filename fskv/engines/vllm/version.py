@@ -24,6 +24,10 @@ Needed = tuple[tuple[str, str, str], ...]
 _NEEDED: Needed = (
     # Without it a file that cannot be loaded fails the request, or the engine.
     (f"{_CONNECTOR}.base", _RESULTS, "a connector cannot report failed loads"),
+    (f"{_CONNECTOR}.metrics", "KVConnectorStats", ""),
+    (f"{_CONNECTOR}.multi_connector", "MultiConnector", ""),
+    (f"{_CONNECTOR}.multi_connector", "MultiKVConnectorMetadata", ""),
+    (f"{_CONNECTOR}.multi_connector", "MultiKVConnectorStats", ""),
     (f"{_CONNECTOR}.offloading_connector", "OffloadingConnector", ""),
     (f"{_CONNECTOR}.offloading.common", "OffloadingWorkerMetadata", ""),
     (f"{_CONNECTOR}.offloading.metrics", "OffloadingConnectorStats", ""),

@@ -20,26 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
 from fskv.engines.vllm.metrics import name_of
-from fskv.observe.metrics import MULTI_METRICS, Counters
+from fskv.observe.metrics import MULTI_METRICS
 
 LABEL = "connector"
-_OWN = "FskvMultiConnector"  # the id of what the choice itself counts
+OWN = "FskvMultiConnector"  # the id of what the choice itself counts
 
 
 def stats_id(name: str, transfer: KVTransferConfig) -> str:
     """Return a child's id: it must tell the class to a process that has nothing else."""
     return f"{name}|{transfer.kv_connector}|{transfer.kv_connector_module_path or ''}"
-
-
-def own_stats(counters: Counters) -> dict[str, KVConnectorStats]:
-    """Return what was counted since the last call, by id; empty when that is nothing."""
-    sums = counters.drain()
-    if not sums:
-        return {}
-    stats = OffloadingConnectorStats()
-    for (metric, child), amount in sums.items():
-        stats.increase_counter(name_of(metric), amount, (child,))
-    return {_OWN: stats}
 
 
 def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
@@ -48,7 +37,7 @@ def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
     for child_id, payload in (data or {}).items():
         if isinstance(payload, KVConnectorStats):
             found[child_id] = payload
-        elif child_id == _OWN:
+        elif child_id == OWN:
             found[child_id] = OffloadingConnectorStats(data=payload)
         else:
             _, connector, module = child_id.rsplit("|", 2)
@@ -69,71 +58,61 @@ class MultiPromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
+        names: Sequence[str],
+        children: Sequence[tuple[type[Any], VllmConfig]],
         vllm_config: VllmConfig,
-        metric_types: Any,
+        metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-        children: Sequence[tuple[str, type[Any], VllmConfig]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        shared = _Shared(metric_types)
+        labelnames = [*labelnames, LABEL]
+        made: _Made = {}
         self._children: dict[str, KVConnectorPromMetrics] = {}
-        for idx, (name, cls, config) in enumerate(children):
-            labelled = {idx: [*values, name] for idx, values in per_engine_labelvalues.items()}
-            made = cls.build_prom_metrics(
-                config, shared.types_for(idx), [*labelnames, LABEL], labelled
-            )
-            if made is not None:
-                transfer = config.kv_transfer_config
-                assert transfer is not None
-                self._children[stats_id(name, transfer)] = made
+        for idx, (name, (cls, config)) in enumerate(zip(names, children, strict=True)):
+            types = {key: _sharing(kind, made, idx) for key, kind in metric_types.items()}
+            labelled = {engine: [*each, name] for engine, each in per_engine_labelvalues.items()}
+            child = cls.build_prom_metrics(config, types, labelnames, labelled)
+            if child is not None:
+                self._children[stats_id(name, config.kv_transfer_config)] = child
         self._own = {
             name_of(metric): self._counter_cls(
                 name=name_of(metric),
                 documentation=f"{metric.meaning} [{metric.unit}]",
-                labelnames=[*labelnames, LABEL],
+                labelnames=labelnames,
             )
             for metric in MULTI_METRICS
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for child_id, payload in transfer_stats_data.items():
-            if child_id in self._children:
-                self._children[child_id].observe(payload, engine_idx)
-            elif child_id == _OWN:
-                self._observe_own(payload, engine_idx)
-
-    def _observe_own(self, payload: dict[str, Any], engine_idx: int) -> None:
-        for name, by_child in payload["data"].items():
+        own = transfer_stats_data.get(OWN, {"data": {}})
+        for name, by_child in own["data"].items():
             for labels, amount in by_child.items():
                 values = [*self.per_engine_labelvalues[engine_idx], *labels]
                 self._own[name].labels(*values).inc(amount)
+        for child_id in transfer_stats_data.keys() & self._children.keys():
+            self._children[child_id].observe(transfer_stats_data[child_id], engine_idx)
 
 
-class _Shared:
-    """Stands for the classes of metrics: who asks for a name that is there gets that metric.
+_Made = dict[str, tuple[object, Any]]  # by name: class and labels, and the metric
 
-    Unless it is defined with other labels (0.33: vllm:kv_offload_config_info has one for each setting): it
-    gets the child's number behind its name then, for one name has one set of labels in Prometheus.
+
+def _sharing(cls: Any, made: _Made, child: int) -> Callable[..., Any]:
+    """Return what stands for a class of metrics: a name that is there already gives the metric of before.
+
+    Unless it has other labels (0.33: vllm:kv_offload_config_info has one for each setting): it gets the
+    child's number behind its name then, for one name has one set of labels in Prometheus.
     """
 
-    def __init__(self, metric_types: Mapping[Any, Any]) -> None:
-        self._types = metric_types
-        self._made: dict[str, tuple[object, Any]] = {}
+    def make(
+        name: str, documentation: str = "", labelnames: Sequence[str] = (), **more: Any
+    ) -> Any:
+        kind = (cls, tuple(labelnames))
+        if name in made and made[name][0] != kind:
+            name = f"{name}_connector{child}"
+        if name not in made:
+            metric = cls(name=name, documentation=documentation, labelnames=labelnames, **more)
+            made[name] = (kind, metric)
+        return made[name][1]
 
-    def types_for(self, child: int) -> dict[Any, Callable[..., Any]]:
-        return {key: self._maker(cls, child) for key, cls in self._types.items()}
-
-    def _maker(self, cls: Any, child: int) -> Callable[..., Any]:
-        def make(
-            name: str, documentation: str | None = "", labelnames: Any = (), **more: Any
-        ) -> Any:
-            kind = (cls, tuple(labelnames))
-            if name in self._made and self._made[name][0] != kind:
-                name = f"{name}_connector{child}"
-            if name not in self._made:
-                metric = cls(name=name, documentation=documentation, labelnames=labelnames, **more)
-                self._made[name] = (kind, metric)
-            return self._made[name][1]
-
-        return make
+    return make

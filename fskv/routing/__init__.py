@@ -1,1 +1,0 @@
-"""From which of several roots a request is loaded. Pure."""
