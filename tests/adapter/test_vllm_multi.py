@@ -227,12 +227,20 @@ def test_a_child_that_answers_after_all_is_not_counted_as_given_up():
     assert multi._counters.drain() == {}
 
 
-def test_with_nothing_elsewhere_a_child_is_waited_for_as_if_it_were_alone():
-    """It bounds its own wait, also for a load of the same tokens; to go on would compute them again."""
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_with_nothing_elsewhere_one_of_ours_ends_the_wait_itself_and_another_is_given_up(
+    monkeypatch, is_ours
+):
+    """Also for a load of the same tokens: to go on would compute them again."""
+    from fskv.engines.vllm_multi import connector as module
+
+    monkeypatch.setattr(module, "FskvConnector", Child if is_ours else int)
     silent = Child(None)
-    multi = connector(silent, Child(0), lookup_timeout_s=0.0)
-    for _ in range(3):
-        assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+    multi = connector(silent, Child(0), lookup_timeout_s=0.01)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+    time.sleep(0.12)
+    expected = (None, False) if is_ours else (0, False)
+    assert multi.get_num_new_matched_tokens(request(), 0) == expected
     silent.tokens = 0
     assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
 
