@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import engine_lab as lab
 import pytest
@@ -259,6 +260,56 @@ def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
     assert counted(config) == set()
     config.made_config.rounding = "some"
     assert counted(config) == {"made_config.rounding"}
+
+
+def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
+    config, monkeypatch, tmp_path
+):
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.errors import ConfigError
+    from fskv.root.root import Root
+
+    def rank(number):
+        space = Root.open(str(tmp_path), create=True).open_namespace(identity_of(config))
+        return FskvHandshake(number, 2, 4, space.path, space.digest, 0o700, 0o600, {0: 4096})
+
+    first = rank(0)
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    manager = FskvManager(StoreConfig(root=str(tmp_path), maintenance="off"), 4)
+    with pytest.raises(ConfigError, match=r"all must agree.*VLLM_MARLIN_INPUT_DTYPE"):
+        manager.set_workers([first, rank(1)])
+
+
+@pytest.mark.parametrize(
+    "version", ["0.33.0", "0.99.1", "0.32.1", "0.32.0+patched", "0.34.0.dev1+g1"]
+)
+def test_another_version_of_vllm_has_a_namespace_of_its_own(config, monkeypatch, version):
+    from fskv.engines.vllm import identity
+
+    before = identity_of(config)
+    monkeypatch.setattr(identity, "vllm_version", version)
+    assert identity_of(config).digest != before.digest
+
+
+@pytest.mark.parametrize(("kv_of_draft", "splits"), [("model.layers.2", True), ("none", False)])
+def test_a_draft_splits_where_it_has_kv_of_its_own(config, kv_of_draft, splits):
+    """A Medusa head has none, so the files are those of the model alone."""
+    import torch
+    from vllm.config import CompilationConfig
+
+    from fskv.engines.vllm.loaded import Loaded
+
+    layers = {f"model.layers.{i}": torch.nn.Linear(1, 1) for i in range(3)}
+    draft = torch.nn.Sequential(torch.nn.Linear(1, 1), layers.get(kv_of_draft, torch.nn.ReLU()))
+    compilation = CompilationConfig()
+    compilation.static_forward_context.update(layers)
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=compilation), get_draft_model=lambda: draft
+    )
+    assert Loaded(lambda: worker).draft_has_kv({*layers}) is splits
+    worker.get_draft_model = lambda: None
+    assert Loaded(lambda: worker).draft_has_kv({*layers}), "not told, so it counts"
 
 
 # --- what does not -----------------------------------------------------------------------------------------
