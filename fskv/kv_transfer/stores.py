@@ -22,7 +22,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config: found {extra!r}, expected an object")
     if connector == OURS:
-        return [store_config(extra)]
+        return [store_config(extra, transfer.get("kv_role"))]
     if connector == _MULTI:
         children = [child.transfer for child in MultiConfig.from_mapping(extra).connectors]
         return [store for child in children for store in stores_of(child)]
@@ -39,6 +39,14 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
         for tier in tiers
         if tier.get("type") == TIER
     ]
+
+
+def roles_of(transfer: Mapping[str, Any]) -> set[object]:
+    """Return the roles of fskv's connectors in what `stores_of` takes."""
+    if transfer.get("kv_connector") == OURS:
+        return {transfer.get("kv_role")}
+    inner = _objects(transfer.get("kv_connector_extra_config") or {}, "connectors")
+    return {role for child in inner for role in roles_of(child)}
 
 
 def _objects(extra: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

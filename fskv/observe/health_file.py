@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fskv.data_path.threads import call_with_deadline
+from fskv.errors import ConfigError
 from fskv.observe.state_log import StateLog
 from fskv.root.files import publishing
 
@@ -32,6 +34,19 @@ _MODE = 0o644  # a probe runs as somebody else
 _OFF = frozenset({"weights_in_doubt", "prefix_caching_off", "kv_unknown"})
 STARTING, ENDED = "starting", "ended"
 _MAX_NBYTES = 1 << 16
+
+
+def check_directory(path: str | None, timeout_s: float) -> None:
+    """Raise FskvError unless the directory of a health file is there; it is never made."""
+    directory = os.path.dirname(path or "/")
+    if "{rank}" in directory:
+        return
+    late = f"option 'health_file': {directory} did not answer"
+    if not call_with_deadline(lambda: os.path.isdir(directory), timeout_s, late):
+        raise ConfigError(
+            f"option 'health_file': found {path!r}, expected a file in a directory that is there: "
+            f"{directory} is none"
+        )
 
 
 class HealthFile:

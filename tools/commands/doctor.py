@@ -59,7 +59,8 @@ def command(
         typer.Option(
             metavar="JSON|FILE|LINE",
             help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line of vllm "
-            "serve, or its YAML file. Its roots are looked at, instead of --root.",
+            "serve, its YAML file, or YAML of Kubernetes, compose or a chart. Its roots are looked at, "
+            "instead of --root.",
             show_default=False,
         ),
     ] = None,
@@ -71,7 +72,7 @@ def command(
     in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
     finding. The worst is printed last. Exit code 1 if there is a problem; hints and warnings are 0.
     """
-    configured = Configured(()) if config is None else read(config)
+    configured = Configured(()) if config is None else read(config, timeout)
     roots: dict[str, list[Limits]] = {}
     for store in configured.stores:
         roots.setdefault(store.root, []).append(Limits(store.max_bytes, store.keep_free))

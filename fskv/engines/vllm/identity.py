@@ -46,12 +46,13 @@ from fskv.engines.vllm.loaded import (
     secondary_weights,
     weights_text,
 )
-from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
+from fskv.engines.vllm.refusals import check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.resting import RestError
 from fskv.engines.vllm.switches import switches
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.identity.fingerprint import kv_config
+from fskv.kv_transfer.line import PICK_FILES
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 
 if TYPE_CHECKING:

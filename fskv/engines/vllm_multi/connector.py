@@ -389,6 +389,7 @@ def _parse(vllm_config: VllmConfig) -> MultiConfig:
 
 def _sentence(child: ChildConfig) -> str:
     stores = child.transfer["kv_connector_extra_config"].get("store", True)
+    stores = stores and child.transfer.get("kv_role") != "kv_consumer"
     return f"{child.name} (load_weight {child.load_weight:g}{'' if stores else ', not stored to'})"
 
 
