@@ -8,6 +8,7 @@ compares. What only vLLM can tell is in fskv.engines.vllm.refusals.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
         if role not in ROLES:
             found = "nothing" if role is None else repr(role)
             yield f"kv_role: found {found}, expected one of {', '.join(ROLES)}{_near(role, ROLES)}"
-        for name in one.keys() - FIELDS:
+        for name in (each for each in one if each not in FIELDS):
             more = _near(name, FIELDS)
             if name in StoreConfig.__dataclass_fields__:
                 more = "; it goes into kv_connector_extra_config"
@@ -83,7 +84,7 @@ def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
-    near = difflib.get_close_matches(str(name), sorted(known), n=1)
+    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -119,9 +120,9 @@ def _plugins(settings: Settings, _store: StoreConfig) -> str:
 
 def _block_size(settings: Settings, store: StoreConfig) -> str:
     tokens, chunk = str(settings.get("block_size")), store.hybrid_chunk_size
-    if not tokens.isdecimal() or int(tokens) == 0 or chunk == "auto" or chunk % int(tokens) == 0:
+    if not re.fullmatch("[1-9][0-9]{0,8}", tokens) or chunk == "auto" or chunk % int(tokens) == 0:
         return ""
-    return f"{chunk} with blocks of {int(tokens)} tokens"
+    return f"{chunk} with blocks of {tokens} tokens"
 
 
 def _weight_transfer(settings: Settings, store: StoreConfig) -> str:

@@ -49,7 +49,9 @@ def _judge(given: Given, timeout_s: float) -> Configured:
     wrong, stores = _wrong_options(transfer)
     wrong += wrong_fields(transfer)
     if wrong:
-        return Configured(tuple(problem("options", each, _NOT_STARTED) for each in wrong))
+        return Configured(
+            tuple(problem("options", each, _NOT_STARTED) for each in dict.fromkeys(wrong))
+        )
     if not stores:
         words = f"{transfer['kv_connector']} without a store of fskv's"
         return Configured((problem("options", words, "docs/vllm.md has the lines to copy"),))

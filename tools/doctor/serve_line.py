@@ -27,7 +27,7 @@ from ..terminal import show
 OPTION = "--kv-transfer-config"
 _EXPECTED = f"expected JSON, a file, or a line of `vllm serve` with {OPTION}"
 _MAX_NBYTES = 1 << 20
-_MOST = 10_000  # values of a configuration, or keys of a mapping that others were merged into
+_MOST = 10_000  # values of a configuration
 _YAML = (".yaml", ".yml")
 _NAMED = re.compile(r"--kv[-_]transfer[-_]config(?![-\w])")  # also in a shell's line
 _IS_WORD = re.compile(_NAMED.pattern + r"[.\w]*(=|$)")
@@ -112,14 +112,14 @@ def _take(word: str, following: str, transfer: Any, settings: dict[str, Any]) ->
     """Take one option of a line; return the configuration with it."""
     name, equals, rest = word.partition("=")
     option, *path = name.split(".")
+    value = rest if equals else following
     if not _NAMED.fullmatch(option):
         bare = option.removeprefix("--no-").removeprefix("--no_")
         known = _KNOWN.get(_bare(bare))
         if known is not None:
-            is_flag = not equals and (known in _FLAGS or following.startswith("-"))
-            settings[known] = bare == option if is_flag or bare != option else rest or following
+            is_flag = bare != option or (known in _FLAGS and not equals)
+            settings[known] = bare == option if is_flag else value
         return transfer
-    value = rest if equals else following
     if not path:  # of several the last, as vLLM does
         return _parsed(value)
     transfer = transfer if isinstance(transfer, dict) else {}
@@ -156,18 +156,17 @@ def _of_yaml(text: str) -> list[Given]:
     documents = _documents(text)
     found: list[Given] = []
     seen: set[int] = set()
-    waiting = [
-        ({"": each}, _title(each, len(documents)), _DEFAULTS) for each in reversed(documents)
-    ]
+    waiting = [(each, _title(each, len(documents)), _DEFAULTS) for each in reversed(documents)]
     while waiting:
         node, where, beside = waiting.pop()
         if id(node) in seen:  # an alias, maybe of what it is in
             continue
         seen.add(id(node))
-        settings = {**beside, **_settings_in(node)}
+        values = node if isinstance(node, dict) else {"": node}
+        settings = {**beside, **_settings_in(values)}
         words: list[str] = []
         inside: list[Any] = []
-        for key, value in node.items():
+        for key, value in values.items():
             if _bare(key) == "kvtransferconfig" and value is not None:
                 transfer = _parsed(value) if isinstance(value, str) else _plain(value)
                 found.append(Given(transfer, settings, where))
@@ -179,11 +178,7 @@ def _of_yaml(text: str) -> list[Given]:
                 scalars = [each for each in value if not isinstance(each, dict | list)]
                 words += [word for each in scalars for word in _words_in(str(each))]
                 inside += [
-                    (
-                        each if isinstance(each, dict) else {"": each},
-                        f"{at}[{_name(each, n)}]",
-                        settings,
-                    )
+                    (each, f"{at}[{_name(each, n)}]", settings)
                     for n, each in enumerate(value)
                     if isinstance(each, dict | list)
                 ]
@@ -200,16 +195,8 @@ def _documents(text: str) -> list[Any]:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ValueError("PyYAML is not installed, which vLLM reads it with") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def flatten_mapping(self, node: Any) -> None:
-            """Merge the mappings behind `<<`, which may be there many times."""
-            super().flatten_mapping(node)
-            if len(node.value) > _MOST:
-                raise ValueError(f"expected at most {_MOST} keys in a mapping")
-
     try:
-        return list(yaml.load_all(text, Loader))
+        return list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
