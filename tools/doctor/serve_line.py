@@ -100,7 +100,7 @@ def _of_words(words: list[str], beside: dict[str, Any], where: str = "") -> Iter
         environment = dict(beside)
         for word, following in itertools.pairwise([*words[begin:end], ""]):
             if plugins := _PLUGINS.fullmatch(word):
-                settings[plugins[1]] = environment[plugins[1]] = plugins[2]
+                settings[plugins[1]] = environment[plugins[1]] = plugins[2].rstrip(";")
             elif word.startswith("--"):
                 transfer = _take(word, following, transfer, settings)
         if transfer is not None:
