@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fskv.config import StoreConfig
-from fskv.errors import ConfigError
 
 Settings = Mapping[str, Any]  # by their names in Python; what is not known is not there, or None
 
@@ -36,12 +35,16 @@ _READ_THE_FILES = PICK_FILES | {
 }
 
 
+# A row is told its setting's value, all settings and the store. It says in words what is wrong, or "".
+Found = Callable[[Any, Settings, StoreConfig], str]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. `found` says in words what is wrong with it, "" where nothing is; `expected` also why."""
+    """One setting; `expected` also says why."""
 
     setting: str
-    found: Callable[[Settings, StoreConfig], str]
+    found: Found
     expected: str
     do: str = "remove it"
 
@@ -54,15 +57,8 @@ class Row:
 def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
     """Yield the rows that apply, each with its sentence."""
     for row in (*REFUSED, *LESS):
-        if found := row.found(settings, store):
+        if found := row.found(settings.get(row.setting), settings, store):
             yield row, f"option '{row.setting}': found {found}, expected {row.expected}"
-
-
-def refuse(settings: Settings, store: StoreConfig) -> None:
-    """Raise ConfigError for the first setting with which an engine must not start."""
-    for row, sentence in judge(settings, store):
-        if row.refused:
-            raise ConfigError(f"{sentence}; {row.do}")
 
 
 def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
@@ -88,71 +84,41 @@ def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _is_on(settings: Settings, name: str) -> bool:
-    return str(settings.get(name)).lower() in ("true", "1", "yes", "on")
-
-
-def _on(
-    name: str, unless: Callable[[StoreConfig], object] = lambda _store: False
-) -> Callable[[Settings, StoreConfig], str]:
-    return lambda settings, store: "true" if _is_on(settings, name) and not unless(store) else ""
-
-
-def _role(role: str) -> Callable[[Settings, StoreConfig], str]:
-    return lambda settings, _store: f'"{role}"' if role in settings.get("kv_roles", ()) else ""
+def _is(bad: str, unless: Callable[[StoreConfig], object] = lambda _store: False) -> Found:
+    return lambda value, _, store: bad if str(value).lower() == bad and not unless(store) else ""
 
 
 def _adapters_trusted(store: StoreConfig) -> bool:
     return store.lora != "off"
 
 
-def _offloading_size(settings: Settings, _store: StoreConfig) -> str:
-    size, backend = settings.get("kv_offloading_size"), settings.get("kv_offloading_backend")
+def _offloading_size(value: Any, settings: Settings, _store: StoreConfig) -> str:
     # Of FskvTier the connector is vLLM's own, and stays.
-    stays = settings.get("kv_connector") == "OffloadingConnector" and backend in (None, "native")
-    return "" if size is None or stays else str(size)
+    stays = settings.get("kv_connector") == "OffloadingConnector"
+    stays = stays and settings.get("kv_offloading_backend") in (None, "native")
+    return "" if value is None or stays else str(value)
 
 
-def _plugins(settings: Settings, _store: StoreConfig) -> str:
-    plugins = settings.get("VLLM_PLUGINS")
-    return "" if plugins is None or "fskv" in str(plugins).split(",") else f'"{plugins}"'
+def _plugins(value: Any, _settings: Settings, _store: StoreConfig) -> str:
+    return "" if value is None or "fskv" in str(value).split(",") else f'"{value}"'
 
 
-def _block_size(settings: Settings, store: StoreConfig) -> str:
+def _block_size(_value: Any, settings: Settings, store: StoreConfig) -> str:
     tokens, chunk = str(settings.get("block_size")), store.hybrid_chunk_size
     if not re.fullmatch("[1-9][0-9]{0,8}", tokens) or chunk == "auto" or chunk % int(tokens) == 0:
         return ""
     return f"{chunk} with blocks of {tokens} tokens"
 
 
-def _weight_transfer(settings: Settings, store: StoreConfig) -> str:
-    has_one = settings.get("weight_transfer_config") is not None
-    return "one" if has_one and not store.weights_fixed else ""
-
-
-def _load_format(settings: Settings, store: StoreConfig) -> str:
-    name = str(settings.get("load_format") or "auto").lower()
+def _load_format(value: Any, _settings: Settings, store: StoreConfig) -> str:
+    name = str(value or "auto").lower()
     return f'"{name}"' if name not in _READ_THE_FILES and store.weights_id is None else ""
 
 
-def _dummy(settings: Settings, _store: StoreConfig) -> str:
+def _dummy(value: Any, settings: Settings, _store: StoreConfig) -> str:
     quantization = settings.get("quantization")
-    is_dummy = str(settings.get("load_format")).lower() == "dummy"
+    is_dummy = str(value).lower() == "dummy"
     return f'"dummy" with quantization {quantization}' if is_dummy and quantization else ""
-
-
-def _prefix_caching(settings: Settings, _store: StoreConfig) -> str:
-    is_known = settings.get("enable_prefix_caching") is not None
-    return "false" if is_known and not _is_on(settings, "enable_prefix_caching") else ""
-
-
-def _policy(settings: Settings, _store: StoreConfig) -> str:
-    policy = settings.get("kv_load_failure_policy", "recompute")
-    return "" if policy == "recompute" else f'"{policy}"'
-
-
-def _stops(settings: Settings, _store: StoreConfig) -> str:
-    return "0" if str(settings.get("shutdown_timeout")) == "0" else ""
 
 
 # With these an engine must not start.
@@ -177,19 +143,19 @@ REFUSED = (
     ),
     Row(
         "weight_transfer_config",
-        _weight_transfer,
+        lambda value, _, store: "" if value is None or store.weights_fixed else "one",
         "none: weights that change in a running engine make the KV of its namespace wrong",
         "'weights_fixed' = true says that they never do",
     ),
     Row(
         "calculate_kv_scales",
-        _on("calculate_kv_scales"),
+        _is("true"),
         "false: scales computed from the first requests differ between processes, so their KV cannot be "
         "shared",
     ),
     Row(
         "enable_return_routed_experts",
-        _on("enable_return_routed_experts"),
+        _is("true"),
         "false: vLLM keeps these outputs in the process that computed them, and a hit of KV from files "
         "would end the engine",
     ),
@@ -207,7 +173,7 @@ REFUSED = (
     ),
     Row(
         "enable_elastic_ep",
-        _on("enable_elastic_ep", lambda store: store.weights_id),
+        _is("true", lambda store: store.weights_id),
         "false: a worker that is added has the weights of a running one, which need not be the checkpoint's",
         "or set the option 'weights_id' to a name",
     ),
@@ -216,43 +182,43 @@ REFUSED = (
 LESS = (
     Row(
         "enable_prefix_caching",
-        _prefix_caching,
+        _is("false"),
         "true: without it fskv neither loads nor stores",
         "remove --no-enable-prefix-caching",
     ),
     Row(
         "enable_lora",
-        _on("enable_lora", _adapters_trusted),
+        _is("true", _adapters_trusted),
         "an option 'lora' that trusts adapters: fskv neither loads nor stores for requests with one",
         "set 'lora' to \"by-name\" if an adapter's name never changes its weights",
     ),
     Row(
         "enable_sleep_mode",
-        _on("enable_sleep_mode", lambda store: store.weights_fixed),
+        _is("true", lambda store: store.weights_fixed),
         "false, or 'weights_fixed': after a sleep fskv neither loads nor stores until the next start",
         "set 'weights_fixed' to true if weights never change in a running engine",
     ),
     Row(
         "kv_role",
-        _role("kv_consumer"),
+        _is("kv_consumer"),
         '"kv_both" where fskv is to store: with this role it only loads',
         'write "kv_both" unless other engines store',
     ),
     Row(
         "kv_role",
-        _role("kv_producer"),
+        _is("kv_producer"),
         '"kv_both" where fskv is to load: with this role it only stores',
         'write "kv_both" unless other engines load',
     ),
     Row(
         "kv_load_failure_policy",
-        _policy,
+        _is("fail"),
         '"recompute": fskv sets it, and warns at each start',
         'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
     ),
     Row(
         "shutdown_timeout",
-        _stops,
+        _is("0"),
         "10: vLLM kills an engine that is stopped, and its last chunks are lost",
         "add --shutdown-timeout 10",
     ),

@@ -45,6 +45,8 @@ def roles_of(transfer: Mapping[str, Any]) -> set[object]:
     """Return the roles of fskv's connectors in what `stores_of` takes."""
     if transfer.get("kv_connector") == OURS:
         return {transfer.get("kv_role")}
+    if transfer.get("kv_connector") not in (_MULTI, "MultiConnector"):
+        return set()
     inner = _objects(transfer.get("kv_connector_extra_config") or {}, "connectors")
     return {role for child in inner for role in roles_of(child)}
 

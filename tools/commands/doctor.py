@@ -12,8 +12,8 @@ import typer
 
 from fskv.bounds.limits import Limits
 
-from ..doctor.configured import Configured, read
-from ..doctor.finding import Finding, Level, Subject
+from ..doctor.configured import Configured, health_files, read
+from ..doctor.finding import Check, Finding, Level, Subject
 from ..doctor.rounds import examine
 from ..doctor.scratch import Scratch
 from ..doctor.visit import OF_MACHINE
@@ -72,7 +72,7 @@ def command(
     in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
     finding. The worst is printed last. Exit code 1 if there is a problem; hints and warnings are 0.
     """
-    configured = Configured(()) if config is None else read(config, timeout)
+    configured = Configured(()) if config is None else read(config)
     roots: dict[str, list[Limits]] = {}
     for store in configured.stores:
         roots.setdefault(store.root, []).append(Limits(store.max_bytes, store.keep_free))
@@ -114,7 +114,8 @@ def _findings(
     may_write: bool,
 ) -> Generator[Finding]:
     yield from configured.findings
-    yield from examine(OF_MACHINE, Subject(None, timeout_s, Scratch(may_write=False)))
+    of_files = Check("health file", lambda _subject: health_files(configured.stores))
+    yield from examine((of_files, *OF_MACHINE), Subject(None, timeout_s, Scratch(may_write=False)))
     for root, told in roots.items():
         yield from visit(root, timeout_s, may_write=may_write, told=told)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +31,9 @@ class Configured:
     stores: tuple[StoreConfig, ...] = ()
 
 
-def read(text: str, timeout_s: float) -> Configured:
+def read(text: str) -> Configured:
     """Judge a configuration: JSON, a file with it, or a server's line or file. Raises UsageError."""
-    judged = [(given.where, _judge(given, timeout_s)) for given in parse(text)]
+    judged = [(given.where, _judge(given)) for given in parse(text)]
     findings = (
         replace(each, found=f"{where}: {each.found}" if where else each.found)
         for where, one in judged
@@ -41,7 +42,16 @@ def read(text: str, timeout_s: float) -> Configured:
     return Configured(tuple(findings), tuple(store for _, one in judged for store in one.stores))
 
 
-def _judge(given: Given, timeout_s: float) -> Configured:
+def health_files(stores: Iterable[StoreConfig]) -> Iterator[Finding]:
+    """Look where the health files go."""
+    for path in dict.fromkeys(store.health_file for store in stores):
+        try:
+            check_directory(path)
+        except FskvError as error:
+            yield problem("health file", str(error), "make the directory, or mount what has it")
+
+
+def _judge(given: Given) -> Configured:
     transfer = given.transfer
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
         found = problem("options", 'found no "kv_connector"', f"give all of what is in {OPTION}")
@@ -55,20 +65,15 @@ def _judge(given: Given, timeout_s: float) -> Configured:
     if not stores:
         words = f"{transfer['kv_connector']} without a store of fskv's"
         return Configured((problem("options", words, "docs/vllm.md has the lines to copy"),))
-    settings = {
-        "kv_load_failure_policy": "fail",  # vLLM's default
-        **transfer,
-        "kv_roles": roles_of(transfer),
-        **given.settings,
-    }
+    # vLLM's default of the policy is another one than fskv's.
+    settings = {"kv_load_failure_policy": "fail", **transfer, **given.settings}
     findings = [ok("options", _said(store)) for store in stores]
-    for store in stores:
-        try:
-            check_directory(store.health_file, timeout_s)
-        except FskvError as error:
-            findings.append(problem("options", str(error), "make it, or mount what has it"))
-        for row, sentence in judge(settings, store):
-            findings.append((problem if row.refused else hint)("options", sentence, row.do))
+    findings += [
+        (problem if row.refused else hint)("options", sentence, row.do)
+        for store in stores
+        for role in roles_of(transfer) or {None}
+        for row, sentence in judge({**settings, "kv_role": role}, store)
+    ]
     return Configured(tuple(dict.fromkeys(findings)), stores)
 
 

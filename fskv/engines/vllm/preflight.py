@@ -34,20 +34,24 @@ def check_configured(config: Any = None) -> None:
             check_settings(config, store)
             if _runs_here(config.parallel_config):
                 check_root(store)
-                check_directory(store.health_file, START_UP_S)
     except FskvError as error:
         logger.error("fskv: %s", error)
         raise
 
 
 def check_root(config: StoreConfig) -> None:
-    """Open the root as the engine will; raises FskvError."""
+    """Open the root as the engine will, and look where its health file goes; raises FskvError."""
     call_with_deadline(
         lambda: Root.open(
             config.root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode
         ),
         START_UP_S,
         f"option 'root': {config.root} did not answer",
+    )
+    call_with_deadline(
+        lambda: check_directory(config.health_file),
+        START_UP_S,
+        f"option 'health_file': {config.health_file} did not answer",
     )
 
 

@@ -14,7 +14,7 @@ from vllm.v1.core import kv_cache_utils
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
-from fskv.kv_transfer.line import Settings, refuse
+from fskv.kv_transfer.line import Settings, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
     """Raise ConfigError where KV would be served wrongly, or where a hit would end the engine."""
-    refuse(_settings(vllm_config), config)
+    for row, sentence in judge(_settings(vllm_config), config):
+        if row.refused:
+            raise ConfigError(f"{sentence}; {row.do}")
     takes_adapters = vllm_config.lora_config is not None
     if takes_adapters and config.lora == "by-name" and not _adapters_are_named_by_path():
         raise ConfigError(
