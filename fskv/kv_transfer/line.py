@@ -163,7 +163,7 @@ REFUSED = (
         "load_format",
         _load_format,
         "another one: the weights that it brings need not be those of the checkpoint's files",
-        "or set the option 'weights_id' to a name",
+        "remove it, or set the option 'weights_id' to a name",
     ),
     Row(
         "load_format",
@@ -175,7 +175,7 @@ REFUSED = (
         "enable_elastic_ep",
         _is("true", lambda store: store.weights_id),
         "false: a worker that is added has the weights of a running one, which need not be the checkpoint's",
-        "or set the option 'weights_id' to a name",
+        "remove it, or set the option 'weights_id' to a name",
     ),
 )
 # With these it starts, and fskv does nothing, or less than somebody may think.
