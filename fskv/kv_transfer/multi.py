@@ -238,7 +238,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config: found {extra!r}, expected an object")
     if connector == OURS:
-        return [store_config(extra)]
+        return [store_config(extra, transfer.get("kv_role"))]
     if connector == OURS_MULTI:
         children = [child.transfer for child in MultiConfig.from_mapping(extra).connectors]
         return [store for child in children for store in stores_of(child)]
@@ -253,3 +253,12 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if near := difflib.get_close_matches(connector, (OURS, OURS_MULTI), n=1, cutoff=0.8):
         raise ConfigError(f"kv_connector: found {connector!r}, did you mean {near[0]!r}?")
     return [tier_config(tier) for tier in found if tier.get("type") == TIER]
+
+
+def roles_of(transfer: Mapping[str, Any]) -> set[object]:
+    """Return the roles of fskv's connectors in what `stores_of` takes."""
+    connector = transfer.get("kv_connector")
+    if connector == OURS:
+        return {transfer.get("kv_role")}
+    inner = _mappings(_extra(transfer).get("connectors")) if connector in _GROUPS else ()
+    return {role for child in inner for role in roles_of(child)}

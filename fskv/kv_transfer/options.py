@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fskv.config import StoreConfig
@@ -40,8 +41,11 @@ _OF_THE_SPEC = ENGINE_OPTIONS | _REFUSED.keys() | {"canonical_layout", "eviction
 _OF_A_TIER = ("type", "module_path")  # which one it is
 
 
-def store_config(options: Mapping[str, Any]) -> StoreConfig:
-    """Return the options of fskv among these; raises ConfigError for what vLLM and fskv cannot both have."""
+def store_config(options: Mapping[str, Any], role: str | None = None) -> StoreConfig:
+    """Return the options of fskv among these; raises ConfigError for what vLLM and fskv cannot both have.
+
+    `role` is vLLM's kv_role: a consumer stores nothing.
+    """
     own: dict[str, Any] = {}
     for name, value in options.items():
         if name in _REFUSED:
@@ -54,7 +58,8 @@ def store_config(options: Mapping[str, Any]) -> StoreConfig:
                 raise ConfigError(f"option '{name}': found {value!r}, expected {expected}")
         elif name not in ENGINE_OPTIONS:
             own[name] = value
-    return StoreConfig.from_mapping(own)
+    config = StoreConfig.from_mapping(own)
+    return replace(config, store=False) if role == "kv_consumer" else config
 
 
 def tier_config(options: Mapping[str, Any]) -> StoreConfig:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fskv.errors import ConfigError
 from fskv.observe.state_log import StateLog
 from fskv.root.files import publishing
 
@@ -32,6 +33,16 @@ _MODE = 0o644  # a probe runs as somebody else
 _OFF = frozenset({"weights_in_doubt", "prefix_caching_off", "kv_unknown"})
 STARTING, ENDED = "starting", "ended"
 _MAX_NBYTES = 1 << 16
+
+
+def check_directory(path: str | None) -> None:
+    """Raise ConfigError unless the directory of a health file is there; nobody makes it."""
+    directory = os.path.dirname(path or "/")
+    if "{rank}" not in directory and not os.path.isdir(directory):
+        raise ConfigError(
+            f"option 'health_file': found {path!r}, expected a file in a directory that is there: "
+            f"{directory} is none"
+        )
 
 
 class HealthFile:

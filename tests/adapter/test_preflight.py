@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from types import SimpleNamespace
 
 import pytest
 
 from fskv.errors import ConfigError, FskvError, RootError
+from fskv.kv_transfer.line import FIELDS, ROLES, SETTINGS
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -173,3 +175,112 @@ def test_adapters_are_taken_by_name_only_where_the_key_has_their_path(tmp_path, 
     with pytest.raises(ConfigError, match="do not hold the path of an adapter"):
         make("lora")
     make()
+
+
+TIER = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "FskvTier"}]}
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "size", "backend", "becomes"),
+    [
+        ("FskvConnector", {}, 1.0, "native", None),
+        ("FskvConnector", {}, 1.0, "lmcache", None),
+        ("FskvMultiConnector", None, 1.0, "native", None),
+        ("MultiConnector", None, 1.0, "native", None),
+        ("OffloadingConnector", TIER, 1.0, "lmcache", None),
+        # The controls.
+        ("OffloadingConnector", TIER, 1.0, "native", "OffloadingConnector"),
+        ("FskvConnector", {}, None, "native", "FskvConnector"),
+        ("NixlConnector", {}, 1.0, "native", "OffloadingConnector"),
+    ],
+)
+def test_a_connector_that_vllm_would_replace_is_refused(
+    tmp_path, connector, extra, size, backend, becomes
+):
+    """vLLM 0.32 does it in silence; the plug-in looks first."""
+    from vllm.config import VllmConfig
+
+    if extra is None:
+        extra = multi({"root": str(tmp_path)})
+    elif "secondary_tiers" in extra:
+        extra = {**extra, "secondary_tiers": [{"type": "FskvTier", "root": str(tmp_path)}]}
+    else:
+        extra = {"root": str(tmp_path)}
+    monitored = Configuration("FskvConnector", {"root": str(tmp_path)})
+    monitored.kv_transfer_config.kv_connector = connector
+    monitored.kv_transfer_config.kv_connector_extra_config = extra
+    monitored.cache_config.kv_offloading_size = size
+    monitored.cache_config.kv_offloading_backend = backend
+    if becomes is None:
+        with pytest.raises(ConfigError, match=r"kv_offloading_size.: found 1\.0, expected n"):
+            VllmConfig._post_init_kv_transfer_config(monitored)
+        assert monitored.kv_transfer_config.kv_connector == connector
+    else:
+        VllmConfig._post_init_kv_transfer_config(monitored)
+        assert monitored.kv_transfer_config.kv_connector == becomes
+
+
+@pytest.mark.parametrize(
+    ("block", "cache", "model", "refused"),
+    [
+        (32, {"user_specified_block_size": True}, {}, True),
+        (32, {}, {}, True),  # CPUs have chosen by then
+        (25, {"user_specified_block_size": True}, {}, False),
+        (32, {"user_specified_block_size": True}, {"is_hybrid": True}, False),
+    ],
+)
+def test_a_chunk_that_is_not_made_of_whole_blocks_is_refused_where_blocks_are_known(
+    tmp_path, block, cache, model, refused
+):
+    extra = {"root": str(tmp_path), "hybrid_chunk_size": 100}
+    cache_config = SimpleNamespace(calculate_kv_scales=False, block_size=block, **cache)
+    model_config = SimpleNamespace(quantization=None, **model)
+    settings = {"cache_config": cache_config, "model_config": model_config}
+    if not refused:
+        Configuration("FskvConnector", extra, **settings)
+        return
+    with pytest.raises(ConfigError, match="found 100 with blocks of 32 tokens"):
+        Configuration("FskvConnector", extra, **settings)
+
+
+def test_a_health_file_whose_directory_is_missing_is_refused_on_its_own_node(tmp_path):
+    extra = {"root": str(tmp_path / "kv"), "health_file": str(tmp_path / "run" / "{rank}.json")}
+    (tmp_path / "kv").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/run is none"):
+        Configuration("FskvConnector", extra)
+    Configuration("FskvConnector", extra, HERE | {"nnodes": 2})
+    (tmp_path / "run").mkdir()
+    Configuration("FskvConnector", extra)
+    Configuration("FskvConnector", {**extra, "health_file": str(tmp_path / "{rank}" / "h.json")})
+
+
+def test_a_role_says_what_the_connector_does(tmp_path):
+    from typing import get_args
+
+    from vllm.config.kv_transfer import KVConsumer, KVProducer
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.kv_transfer.options import store_config
+
+    key, request = make_offload_key(bytes(32), 0), ReqContext("r")
+    for role in ROLES:
+        config = store_config({"root": str(tmp_path), "maintenance": "off"}, role)
+        manager = FskvManager(config, 2, loads=role != "kv_producer")
+        manager.set_workers([FskvHandshake(0, 1, 2, f"{tmp_path}/a/b@c", b"d", 7, 6, {0: 4096})])
+        asked = manager.lookup(key, request) is LookupResult.RETRY
+        stored = manager.prepare_store([key], request).keys_to_store == [key]
+        assert (stored, asked) == (role in get_args(KVProducer), role in get_args(KVConsumer)), role
+        manager.shutdown()
+
+
+def test_fields_and_settings_are_those_of_this_vllm():
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    fields = {each.name for each in dataclasses.fields(KVTransferConfig)}
+    assert fields == FIELDS
+    of_vllm = {each.name for each in dataclasses.fields(EngineArgs)}
+    # Of the environment, of fskv, of releases before 0.32.
+    elsewhere = {"VLLM_PLUGINS", "hybrid_chunk_size", "calculate_kv_scales"}
+    assert set(SETTINGS) - of_vllm - FIELDS == elsewhere

@@ -12,8 +12,8 @@ import typer
 
 from fskv.bounds.limits import Limits
 
-from ..doctor.configured import Configured, read
-from ..doctor.finding import Finding, Level, Subject
+from ..doctor.configured import Configured, health_files, read
+from ..doctor.finding import Check, Finding, Level, Subject
 from ..doctor.rounds import examine
 from ..doctor.scratch import Scratch
 from ..doctor.visit import OF_MACHINE
@@ -59,7 +59,8 @@ def command(
         typer.Option(
             metavar="JSON|FILE|LINE",
             help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line of vllm "
-            "serve, or its YAML file. Its roots are looked at, instead of --root.",
+            "serve, its YAML file, or YAML of Kubernetes, compose or a chart. Its roots are looked at, "
+            "instead of --root.",
             show_default=False,
         ),
     ] = None,
@@ -113,7 +114,8 @@ def _findings(
     may_write: bool,
 ) -> Generator[Finding]:
     yield from configured.findings
-    yield from examine(OF_MACHINE, Subject(None, timeout_s, Scratch(may_write=False)))
+    of_files = Check("health file", lambda _subject: health_files(configured.stores))
+    yield from examine((of_files, *OF_MACHINE), Subject(None, timeout_s, Scratch(may_write=False)))
     for root, told in roots.items():
         yield from visit(root, timeout_s, may_write=may_write, told=told)
 

@@ -1,23 +1,23 @@
-"""What an engine is told of fskv: a `--kv-transfer-config`, looked at before an engine reads its weights."""
+"""What an engine is told, looked at before it reads weights: `--kv-transfer-config` and what is beside it."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import FskvError
-from fskv.kv_transfer.multi import stores_of
+from fskv.kv_transfer.line import judge, wrong_fields
+from fskv.kv_transfer.multi import roles_of, stores_of
+from fskv.observe.health_file import check_directory
 
 from ..terminal import iec
 from .finding import Finding, hint, ok, problem
-from .serve_line import OPTION, STOP_OPTION, Given, parse
+from .serve_line import OPTION, Given, parse
 
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _NOT_STARTED = "an engine with it does not start: docs/vllm.md has the options"
 _OF_OPTION = re.compile(r"option '([^']+)': ")
 _MOST = 20  # wrong options that are named
@@ -33,21 +33,48 @@ class Configured:
 
 def read(text: str) -> Configured:
     """Judge a configuration: JSON, a file with it, or a server's line or file. Raises UsageError."""
-    given = parse(text)
+    judged = [(given.where, _judge(given)) for given in parse(text)]
+    findings = (
+        replace(each, found=f"{where}: {each.found}" if where else each.found)
+        for where, one in judged
+        for each in one.findings
+    )
+    return Configured(tuple(findings), tuple(store for _, one in judged for store in one.stores))
+
+
+def health_files(stores: Iterable[StoreConfig]) -> Iterator[Finding]:
+    """Look where the health files go."""
+    for path in dict.fromkeys(store.health_file for store in stores):
+        try:
+            check_directory(path)
+        except FskvError as error:
+            yield problem("health file", str(error), "make the directory, or mount what has it")
+
+
+def _judge(given: Given) -> Configured:
     transfer = given.transfer
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
         found = problem("options", 'found no "kv_connector"', f"give all of what is in {OPTION}")
         return Configured((found,))
     wrong, stores = _wrong_options(transfer)
-    wrong += _wrong_roles(transfer)
+    wrong += wrong_fields(transfer)
     if wrong:
-        return Configured(tuple(problem("options", each, _NOT_STARTED) for each in wrong))
+        return Configured(
+            tuple(problem("options", each, _NOT_STARTED) for each in dict.fromkeys(wrong))
+        )
     if not stores:
         words = f"{transfer['kv_connector']} without a store of fskv's"
         return Configured((problem("options", words, "docs/vllm.md has the lines to copy"),))
+    # vLLM's default of the policy is another one than fskv's.
+    settings = {"kv_load_failure_policy": "fail", **transfer, **given.settings}
     findings = [ok("options", _said(store)) for store in stores]
-    findings += _hints(transfer.get("kv_load_failure_policy"), given)
-    return Configured(tuple(findings), stores)
+    findings += [
+        (problem if row.refused else hint)("options", sentence, row.do)
+        for store in stores
+        for role in roles_of(transfer) or {None}
+        for row, sentence in judge({**settings, "kv_role": role}, store)
+    ]
+    return Configured(tuple(dict.fromkeys(findings)), stores)
 
 
 def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], tuple[StoreConfig, ...]]:
@@ -83,22 +110,6 @@ def _put_right(tree: Any, name: str) -> int:
     return count
 
 
-def _wrong_roles(transfer: dict[str, Any]) -> list[str]:
-    """Return a sentence for each connector whose role vLLM refuses (KVTransferConfig.__post_init__)."""
-    extra = transfer.get("kv_connector_extra_config")
-    inner = extra.get("connectors") if isinstance(extra, dict) else None
-    inner = inner if transfer["kv_connector"] == "MultiConnector" else None
-    wrong = []
-    for one in (transfer, *(inner if isinstance(inner, list) else ())):
-        role = one.get("kv_role") if isinstance(one, dict) else None
-        if role not in _ROLES:
-            near = difflib.get_close_matches(str(role), _ROLES, n=1)
-            found = "nothing" if role is None else repr(role)
-            more = f"; did you mean {near[0]!r}?" if near else ""
-            wrong.append(f"kv_role: found {found}, expected one of {', '.join(_ROLES)}{more}")
-    return wrong
-
-
 def _said(store: StoreConfig) -> str:
     """Name the root, and each option that is not the default."""
     usual, words = StoreConfig(root=store.root), [f"root {store.root}"]
@@ -108,18 +119,3 @@ def _said(store: StoreConfig) -> str:
             size = isinstance(value, int) and name.endswith("_bytes")
             words.append(f"{name} {iec(value) if size else value}")
     return ", ".join(words)
-
-
-def _hints(policy: object, given: Given) -> Iterator[Finding]:
-    if policy != "recompute":
-        yield hint(
-            "options",
-            'kv_load_failure_policy is not "recompute": fskv sets it, and warns at each start',
-            'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
-        )
-    if given.of_server and not given.stops:
-        yield hint(
-            "options",
-            f"without {STOP_OPTION} vLLM kills the engine when it is stopped: its last chunks are lost",
-            f"add {STOP_OPTION} 10",
-        )

@@ -44,13 +44,14 @@ from fskv.engines.vllm.loaded import (
     secondary_weights,
     weights_text,
 )
-from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
+from fskv.engines.vllm.refusals import check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.settings import counting_settings
 from fskv.errors import ConfigError, RestError
 from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.identity.checkpoint_place import model_name
 from fskv.identity.fingerprint import kv_config
 from fskv.identity.rules import normal, shown
+from fskv.kv_transfer.line import PICK_FILES
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 
 if TYPE_CHECKING:

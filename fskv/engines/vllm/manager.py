@@ -148,12 +148,14 @@ class FskvManager(OffloadingManager):
         *,
         chunks_per_step: int = 1,
         engine_rank: int = 0,
+        loads: bool = True,
     ) -> None:
-        """`events` is None where the engine publishes no KV events.
+        """`events` is None where the engine publishes no KV events. Without `loads` nothing is looked up.
 
         `chunks_per_step` is how many chunks of a group one step can fill: so many must find room at once.
         """
         self._chunks_per_step = chunks_per_step
+        self._loads = loads
         self.config = config
         self._events = events
         self.blocks_per_chunk = blocks_per_chunk
@@ -269,7 +271,7 @@ class FskvManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
-        if not allowed or not self._serves(req_context.req_id):
+        if not allowed or not self._loads or not self._serves(req_context.req_id):
             return LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)

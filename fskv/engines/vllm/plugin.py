@@ -6,9 +6,9 @@ Imports nothing heavy of fskv, and nothing of vLLM that a process which serves d
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
-from functools import partial
 from typing import Any
 
 _CONNECTORS = {
@@ -23,13 +23,14 @@ def register() -> None:
     from fskv.engines.vllm.loaded import watch_workers
 
     watch_workers()
+    _watch_replacements()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, registering a name twice raises, and its own loader checks
     # nothing.
     for name in _CONNECTORS:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001
-            KVConnectorFactory._registry[name] = partial(_load, name)  # noqa: SLF001
+            KVConnectorFactory._registry[name] = functools.partial(_load, name)  # noqa: SLF001
     with contextlib.suppress(ImportError):  # a vLLM without tiers, or with others
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -44,6 +45,26 @@ def _load(name: str) -> Any:
 
     check_configured()
     return getattr(module, name)
+
+
+def _watch_replacements() -> None:
+    """Refuse a configuration whose connector vLLM is about to replace by its own (`--kv-offloading-size`)."""
+    from vllm.config import VllmConfig
+
+    replace = getattr(VllmConfig, "_post_init_kv_transfer_config", None)
+    if replace is None or hasattr(replace, "by_fskv"):
+        return
+
+    @functools.wraps(replace)
+    def checked(self: VllmConfig) -> None:
+        if getattr(self.cache_config, "kv_offloading_size", None) is not None:
+            from fskv.engines.vllm.preflight import check_configured
+
+            check_configured(self)
+        replace(self)
+
+    checked.by_fskv = True  # type: ignore[attr-defined]
+    VllmConfig._post_init_kv_transfer_config = checked  # noqa: SLF001
 
 
 def _log_with_vllm() -> None:

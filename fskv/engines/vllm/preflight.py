@@ -16,20 +16,21 @@ from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.engines.vllm.refusals import check_settings
 from fskv.errors import FskvError
 from fskv.kv_transfer.multi import stores_of
+from fskv.observe.health_file import check_directory
 from fskv.root.root import Root
 
 logger = logging.getLogger(__name__)
 
 
-def check_configured() -> None:
-    """Check the configuration that a caller is building, if one is; raises FskvError."""
-    config = configuration_being_built()
+def check_configured(config: Any = None) -> None:
+    """Check a configuration, or the one that a caller is building, if one is; raises FskvError."""
+    config = config or configuration_being_built()
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:
         return
     try:
-        names = ("kv_connector", "kv_connector_extra_config")
-        for store in stores_of({name: getattr(transfer, name) for name in names}):
+        names = ("kv_connector", "kv_role", "kv_connector_extra_config")
+        for store in stores_of({name: getattr(transfer, name, None) for name in names}):
             check_settings(config, store)
             if _runs_here(config.parallel_config):
                 check_root(store)
@@ -39,11 +40,16 @@ def check_configured() -> None:
 
 
 def check_root(config: StoreConfig) -> None:
-    """Open the root as the engine will; raises FskvError."""
+    """Open the root as the engine will, and look where its health file goes; raises FskvError."""
     call_with_deadline(
         lambda: Root.of(config),
         START_UP_S,
         f"option 'root': {config.root} did not answer",
+    )
+    call_with_deadline(
+        lambda: check_directory(config.health_file),
+        START_UP_S,
+        f"option 'health_file': {config.health_file} did not answer",
     )
 
 

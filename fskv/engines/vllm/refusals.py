@@ -1,4 +1,4 @@
-"""Settings of vLLM with which fskv cannot serve: each is refused in one sentence.
+"""Settings of vLLM with which fskv cannot serve: each is refused in one sentence of fskv.kv_transfer.line.
 
 Asked twice: in the process of `vllm serve`, before weights are read (`preflight`), and by each worker when it
 derives the identity, for engines that are made in another way. A draft is known to the workers alone.
@@ -9,71 +9,55 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
+from fskv.kv_transfer.line import Settings, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.config import VllmConfig
 
-# Those that load what vLLM's rule picks of a checkpoint's files.
-PICK_FILES = {"auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "instanttensor"}
-# Not npcache (copies that may be older), ipc_cache (what a daemon has kept), modelexpress, tensorizer (a file
-# of another place), nor what a plug-in brings.
-_READ_THE_FILES = PICK_FILES | {
-    *("dummy", "sharded_state", "runai_streamer", "runai_streamer_sharded", "gguf", "bitsandbytes")
-}
-
 
 def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
     """Raise ConfigError where KV would be served wrongly, or where a hit would end the engine."""
-    if vllm_config.weight_transfer_config is not None and not config.weights_fixed:
-        raise ConfigError(
-            "option 'weight_transfer_config': found one, expected none: weights that change in a running "
-            "engine make the KV of its namespace wrong ('weights_fixed' = true says that they never do)"
-        )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            "option 'calculate_kv_scales': found true, expected false: scales computed from the first "
-            "requests differ between processes, so their KV cannot be shared"
-        )
-    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
-        raise ConfigError(
-            "option 'enable_return_routed_experts': found true, expected false: vLLM keeps these outputs in "
-            "the process that computed them, and a hit of KV from files would end the engine"
-        )
+    for row, sentence in judge(_settings(vllm_config), config):
+        if row.refused:
+            raise ConfigError(f"{sentence}; {row.do}")
     takes_adapters = vllm_config.lora_config is not None
     if takes_adapters and "lora" in config.trust and not _adapters_are_named_by_path():
         raise ConfigError(
             "option 'trust': found \"lora\", expected none: this vLLM's keys of blocks do not hold the "
             "path of an adapter"
         )
-    _check_loading(vllm_config, config)
 
 
-def _check_loading(vllm_config: VllmConfig, config: StoreConfig) -> None:
-    """Raise ConfigError where the weights may be others than those of the files that fskv looks at."""
-    load_format = name_of_load_format(vllm_config)
-    if load_format not in _READ_THE_FILES and config.weights_id is None:
-        raise ConfigError(
-            f"option 'load_format': found \"{load_format}\", expected another one: the weights that it "
-            "brings need not be those of the checkpoint's files; or set the option 'weights_id' to a name"
+def _settings(vllm_config: VllmConfig) -> Settings:
+    """Return what fskv.kv_transfer.line asks for, as far as the configuration has it by now."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    is_final = getattr(cache, "user_specified_block_size", False) or current_platform.is_cpu()
+    # States have vLLM choose other blocks, once the weights are read.
+    has_states = getattr(model, "is_hybrid", False)
+    found = {
+        name: getattr(of, name, None)
+        for of, names in (
+            (cache, ("calculate_kv_scales", "kv_offloading_backend", "kv_offloading_size")),
+            (model, ("quantization",)),
+            (vllm_config, ("weight_transfer_config",)),
+            (vllm_config.parallel_config, ("enable_elastic_ep",)),
+            (vllm_config.kv_transfer_config, ("kv_connector",)),
         )
-    elastic = getattr(vllm_config.parallel_config, "enable_elastic_ep", False)
-    if elastic and config.weights_id is None:
-        raise ConfigError(
-            "option 'enable_elastic_ep': found true, expected false: a worker that is added has the weights "
-            "of a running one, which need not be the checkpoint's; or set the option 'weights_id' to a name"
-        )
-    quantization = vllm_config.model_config.quantization
-    if load_format == "dummy" and quantization:
-        raise ConfigError(
-            f"option 'load_format': found \"dummy\" with quantization {quantization}, expected weights: "
-            "quantised dummy weights are whatever was in memory, so their KV cannot be shared"
-        )
+        for name in names
+    }
+    aux = getattr(vllm_config, "aux_output_config", None)
+    found["enable_return_routed_experts"] = getattr(aux, "enabled", False)
+    found["load_format"] = name_of_load_format(vllm_config)
+    if is_final and not has_states:
+        found["block_size"] = getattr(cache, "block_size", None)
+    return found
 
 
 def check_draft(vllm_config: VllmConfig, groups: Sequence[Any]) -> None:

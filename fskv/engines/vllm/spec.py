@@ -51,6 +51,7 @@ class Setup:
     config: StoreConfig
     groups: list[EngineGroup]
     geometry: Geometry
+    loads: bool = True  # not a producer
 
 
 class FskvOffloadingSpec(OffloadingSpec):
@@ -76,6 +77,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             KvEvents.enabled_by(self.kv_events_config, geometry.tokens_per_chunk[0]),
             chunks_per_step=-(-tokens_per_step // min(geometry.tokens_per_chunk)),
             engine_rank=self._setup.vllm_config.parallel_config.data_parallel_index,
+            loads=self._setup.loads,
         )
         return self.manager
 
@@ -162,7 +164,7 @@ def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceD
 def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> Setup:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    config = store_config(transfer.kv_connector_extra_config)
+    config = store_config(transfer.kv_connector_extra_config, getattr(transfer, "kv_role", None))
     if transfer.kv_load_failure_policy != "recompute":
         # "fail" is vLLM's default, and cannot be told from a "fail" that somebody wrote. The scheduler
         # reads the policy after it has built its connector.
@@ -190,7 +192,8 @@ def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce
     if announce:
         for warning in geometry.warnings:
             logger.warning("fskv: %s", warning)
-    return Setup(vllm_config, config, groups, geometry)
+    loads = getattr(transfer, "kv_role", None) != "kv_producer"
+    return Setup(vllm_config, config, groups, geometry, loads)
 
 
 def with_spec(vllm_config: VllmConfig, setup: Setup | None) -> VllmConfig:

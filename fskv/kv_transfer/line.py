@@ -1,0 +1,230 @@
+"""The settings of vLLM beside fskv's options with which it cannot work, or does less. Pure.
+
+`REFUSED` and `LESS` are the only list. The preflight and the workers refuse what they know to be in it.
+`fskv doctor --config` says what it finds in a server's line. docs/vllm.md has the same table, which a test
+compares. What only vLLM can tell is in fskv.engines.vllm.refusals.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fskv.config import StoreConfig
+
+Settings = Mapping[str, Any]  # by their names in Python; what is not known is not there, or None
+
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+# Of vLLM's KVTransferConfig.
+FIELDS = frozenset(
+    {
+        *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
+        *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
+        "kv_load_failure_policy",
+    }
+)
+# Those that load what vLLM's rule picks of a checkpoint's files.
+PICK_FILES = {"auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "instanttensor"}
+# Not npcache (copies that may be older), ipc_cache (what a daemon has kept), modelexpress, tensorizer (a file
+# of another place), nor what a plug-in brings.
+_READ_THE_FILES = PICK_FILES | {
+    *("dummy", "sharded_state", "runai_streamer", "runai_streamer_sharded", "gguf", "bitsandbytes")
+}
+
+
+# A row is told its setting's value, all settings and the store. It says in words what is wrong, or "".
+Found = Callable[[Any, Settings, StoreConfig], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting; `expected` also says why."""
+
+    setting: str
+    found: Found
+    expected: str
+    do: str = "remove it"
+
+    @property
+    def refused(self) -> bool:
+        """Whether the engine must not start. With others it does, and fskv does less."""
+        return self in REFUSED
+
+
+def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
+    """Yield the rows that apply, each with its sentence."""
+    for row in (*REFUSED, *LESS):
+        if found := row.found(settings.get(row.setting), settings, store):
+            yield row, f"option '{row.setting}': found {found}, expected {row.expected}"
+
+
+def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of a `--kv-transfer-config` that vLLM refuses; of children, too."""
+    extra = transfer.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, dict) else None
+    for one in (transfer, *(inner if isinstance(inner, list) else ())):
+        if not isinstance(one, dict):
+            continue
+        role = one.get("kv_role")
+        if role not in ROLES:
+            found = "nothing" if role is None else repr(role)
+            yield f"kv_role: found {found}, expected one of {', '.join(ROLES)}{_near(role, ROLES)}"
+        for name in (each for each in one if each not in FIELDS):
+            more = _near(name, FIELDS)
+            if name in StoreConfig.__dataclass_fields__:
+                more = "; it goes into kv_connector_extra_config"
+            yield f"{name}: found a field that vLLM's --kv-transfer-config does not have{more}"
+
+
+def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
+    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is(bad: str, unless: Callable[[StoreConfig], object] = lambda _store: False) -> Found:
+    return lambda value, _, store: bad if str(value).lower() == bad and not unless(store) else ""
+
+
+def _adapters_trusted(store: StoreConfig) -> bool:
+    return "lora" in store.trust
+
+
+def _offloading_size(value: Any, settings: Settings, _store: StoreConfig) -> str:
+    # Of FskvTier the connector is vLLM's own, and stays.
+    stays = settings.get("kv_connector") == "OffloadingConnector"
+    stays = stays and settings.get("kv_offloading_backend") in (None, "native")
+    return "" if value is None or stays else str(value)
+
+
+def _plugins(value: Any, _settings: Settings, _store: StoreConfig) -> str:
+    return "" if value is None or "fskv" in str(value).split(",") else f'"{value}"'
+
+
+def _block_size(_value: Any, settings: Settings, store: StoreConfig) -> str:
+    tokens, chunk = str(settings.get("block_size")), store.hybrid_chunk_size
+    if not re.fullmatch("[1-9][0-9]{0,8}", tokens) or chunk == "auto" or chunk % int(tokens) == 0:
+        return ""
+    return f"{chunk} with blocks of {tokens} tokens"
+
+
+def _load_format(value: Any, _settings: Settings, store: StoreConfig) -> str:
+    name = str(value or "auto").lower()
+    return f'"{name}"' if name not in _READ_THE_FILES and store.weights_id is None else ""
+
+
+def _dummy(value: Any, settings: Settings, _store: StoreConfig) -> str:
+    quantization = settings.get("quantization")
+    is_dummy = str(value).lower() == "dummy"
+    return f'"dummy" with quantization {quantization}' if is_dummy and quantization else ""
+
+
+# With these an engine must not start.
+REFUSED = (
+    Row(
+        "kv_offloading_size",
+        _offloading_size,
+        "nothing: vLLM puts a connector of its own in the place of fskv's",
+        "remove it; docs/vllm.md says how CPU memory stands before files",
+    ),
+    Row(
+        "VLLM_PLUGINS",
+        _plugins,
+        "a list with fskv: vLLM loads no other plug-ins than these",
+        "add fskv to it, without a space",
+    ),
+    Row(
+        "hybrid_chunk_size",
+        _block_size,
+        "a multiple of the engine's block size: a chunk is made of whole blocks",
+        "write a multiple, or remove the option",
+    ),
+    Row(
+        "weight_transfer_config",
+        lambda value, _, store: "" if value is None or store.weights_fixed else "one",
+        "none: weights that change in a running engine make the KV of its namespace wrong",
+        "'weights_fixed' = true says that they never do",
+    ),
+    Row(
+        "calculate_kv_scales",
+        _is("true"),
+        "false: scales computed from the first requests differ between processes, so their KV cannot be "
+        "shared",
+    ),
+    Row(
+        "enable_return_routed_experts",
+        _is("true"),
+        "false: vLLM keeps these outputs in the process that computed them, and a hit of KV from files "
+        "would end the engine",
+    ),
+    Row(
+        "load_format",
+        _load_format,
+        "another one: the weights that it brings need not be those of the checkpoint's files",
+        "remove it, or set the option 'weights_id' to a name",
+    ),
+    Row(
+        "load_format",
+        _dummy,
+        "weights: quantised dummy weights are whatever was in memory, so their KV cannot be shared",
+        "load the checkpoint",
+    ),
+    Row(
+        "enable_elastic_ep",
+        _is("true", lambda store: store.weights_id),
+        "false: a worker that is added has the weights of a running one, which need not be the checkpoint's",
+        "remove it, or set the option 'weights_id' to a name",
+    ),
+)
+# With these it starts, and fskv does nothing, or less than somebody may think.
+LESS = (
+    Row(
+        "enable_prefix_caching",
+        _is("false"),
+        "true: without it fskv neither loads nor stores",
+        "remove --no-enable-prefix-caching",
+    ),
+    Row(
+        "enable_lora",
+        _is("true", _adapters_trusted),
+        "an option 'trust' with \"lora\": fskv neither loads nor stores for requests with an adapter",
+        "set 'trust' to [\"lora\"] if an adapter's name never changes its weights",
+    ),
+    Row(
+        "enable_sleep_mode",
+        _is("true", lambda store: store.weights_fixed),
+        "false, or 'weights_fixed': after a sleep fskv neither loads nor stores until the next start",
+        "set 'weights_fixed' to true if weights never change in a running engine",
+    ),
+    Row(
+        "kv_role",
+        _is("kv_consumer"),
+        '"kv_both" where fskv is to store: with this role it only loads',
+        'write "kv_both" unless other engines store',
+    ),
+    Row(
+        "kv_role",
+        _is("kv_producer"),
+        '"kv_both" where fskv is to load: with this role it only stores',
+        'write "kv_both" unless other engines load',
+    ),
+    Row(
+        "kv_load_failure_policy",
+        _is("fail"),
+        '"recompute": fskv sets it, and warns at each start',
+        'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
+    ),
+    Row(
+        "shutdown_timeout",
+        _is("0"),
+        "10: vLLM kills an engine that is stopped, and its last chunks are lost",
+        "add --shutdown-timeout 10",
+    ),
+)
+# What is read of a line.
+SETTINGS = (
+    *{row.setting for row in (*REFUSED, *LESS)},
+    *("kv_offloading_backend", "quantization", "block_size"),
+)
