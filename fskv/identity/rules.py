@@ -4,14 +4,16 @@ A setting that no list names splits by itself, also one of a later version. So t
 of their own where they could share, and never one where they must not. Each adapter lists what is harmless of
 its engine. The libraries that all engines stand on are here.
 
-A manifest is read by many. A number enters it as it is, other values as a digest beside their name. Names of
-secrets do not enter it, and nor do their values.
+A manifest is read by many. A number enters it as it is, other values as a digest beside their name. A secret
+does not enter it. What may be one, by its name, enters as a digest without a name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import re
@@ -23,33 +25,43 @@ from fskv.errors import RestError
 from fskv.namespace import Json, canonical_json
 
 _MAX_DEPTH = 16
+_MAX_ITEMS = 100_000  # of one value
+_MAX_INT = 1 << 64
 _MAX_FILES, _MAX_NBYTES = 10_000, 256 << 20  # of what a setting's path leads to
 _CHUNK_NBYTES = 1 << 20
 
 # How variables begin that libraries below an engine read: which kernels, of which precision.
 _LIBRARIES = (
-    *("AITER_", "ATEN_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "DG_", "DNNL_", "FLA_", "FLASHINFER_"),
-    *("FLASH_ATTENTION_", "FORCE_NUM_KV_SPLITS", "GDN_", "HIPBLASLT_", "HIP_ONLINE_TUNING"),
-    *("INKLING_", "MIOPEN_", "NVIDIA_TF32_OVERRIDE", "ONEDNN_", "ROCBLAS_", "ROCM_QUICK_REDUCE_"),
-    *("TORCH_ALLOW_TF32_", "TORCH_BLAS_", "TRITON_", "TRTLLM_", "USE_DEFAULT_FLA_NORM"),
-    *("USE_FLAGOS", "XHS_VIDEO_", "XPU_USE_TRITON_KERNEL"),
+    *("AITER_", "ATEN_", "B12X_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "DG_", "DNNL_", "FLA_"),
+    *("FLASHINFER_", "FLASH_ATTENTION_", "FLYDSL_", "FORCE_NUM_KV_SPLITS", "GDN_", "HIPBLASLT_"),
+    *("HIP_ONLINE_TUNING", "INKLING_", "LAMPORT_", "MIOPEN_", "NVIDIA_TF32_OVERRIDE", "ONEDNN_"),
+    *("PT_HPU_", "ROCBLAS_", "ROCM_QUICK_REDUCE_", "TENSILE_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_"),
+    *("TRITON_", "TRTLLM_", "USE_DEFAULT_FLA_NORM", "USE_FLAGOS", "XHS_VIDEO_"),
+    "XPU_USE_TRITON_KERNEL",
 )
-# Of those: where caches and compilers are, what is logged, what Kubernetes sets for a service of such a name.
+# Of those: places, versions, compilers, logs, debugging, servers of that name, and what Kubernetes sets.
 _HARMLESS_OF_LIBRARIES = re.compile(
-    r"AITER_(LOG_|JIT_DIR$)|CUDNN_(LOG|PATH$|LIBRARY$|INCLUDE)|DG_(CACHE_DIR|JIT_(CACHE_DIR|DEBUG))"
-    r"|(DNNL|ONEDNN)_VERBOSE|FLA_(CI_ENV|CACHE)"
-    r"|FLASHINFER_(WORKSPACE_BASE|CACHE_DIR|CUBIN|CUDA_ARCH_LIST|LOG|DISABLE_VERSION_CHECK)"
-    r"|MIOPEN_(USER_DB_PATH|CUSTOM_CACHE_DIR|LOG_|ENABLE_LOGGING)|ROCBLAS_(LOG_|TENSILE_LIBPATH$|LAYER$)"
-    r"|TRITON_(HOME$|CACHE_|DUMP_|OVERRIDE_DIR$|PRINT_|SERVER_|\w+_PATH$)|TRTLLM_ENABLE_PDL$"
-    r"|\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))|\w+_PORT$"
+    r"\w+_(DIR|HOME|ROOT|\w*PATH|URL|HOST|PORT|VERSION|VERBOSE|NVCC\w*|ARCH|ARCHS|REBUILD)$"
+    r"|\w+_LOG(GING|LEVEL|INFO|DEST)?(_\w+)?$|\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*"
+    r"|DG_(JIT_|PRINT_)\w+|FLA_(CI_ENV|CACHE\w*)"
+    r"|FLASHINFER_(WORKSPACE_BASE|CUBIN\w*|CUDA_ARCH_LIST|LOG\w*|DISABLE_VERSION_CHECK|EXTRA_\w*FLAGS|JIT_\w+)"
+    r"|MIOPEN_(FIND_MODE|DISABLE_CACHE)|ROCBLAS_LAYER$|TRTLLM_ENABLE_PDL$"
+    r"|TRITON_(CACHE_|DUMP_|PRINT_|SERVER_|MODEL_|INFERENCE_|BUILD_|KERNEL_DUMP)\w*"
+    r"|TRITON_(DEBUG|ALWAYS_COMPILE)$"
 )
-_SECRET = re.compile(r"(^|[^a-z])(keys?|secrets?|token|passwords?|credentials?)$", re.IGNORECASE)
-# Of an item inside of a value, where "key" and "token" are usual words.
-_SECRET_INSIDE = re.compile(
-    r"(api|access|secret|private|auth)_?key|secret|password|credential|(auth|access|hf|api)_?token",
+# A text of such a name is a secret ...
+_SECRET = re.compile(
+    r"(api|access|auth|hf|hub|secret|private|bearer|session|encryption)[_-]?(key|token)|secret|passw"
+    r"|credential",
     re.IGNORECASE,
 )
-_LIKE_SECRET = re.compile(r"(^|[^a-z])(key|secret|token|password)([^a-z]|$)", re.IGNORECASE)
+# ... and of such a name it may be one.
+_LIKE_SECRET = re.compile(r"(^|[^a-z])(keys?|token)([^a-z]|$)", re.IGNORECASE)
+# The same of an item inside of a value.
+_SECRET_INSIDE = re.compile(
+    rf"{_SECRET.pattern}|auth|token|pwd|bearer|cookie|header|(^|[^a-z])key$", re.IGNORECASE
+)
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class Names:
@@ -85,12 +97,57 @@ def settings(
     """
     found: dict[str, Json] = {}
     for name, value in sorted(values.items()):
-        if name in harmless or (name in defaults and _same(value, defaults[name], name)):
+        if name in harmless:
             continue
-        if _is_secret(name, value):
-            continue
-        _put(found, name, shown(value, name))
+        with _named(name):
+            if name not in defaults or not _same(value, defaults[name], name):
+                _tell(found, name, value)
     return found
+
+
+def environment(
+    variables: Mapping[str, str], known: Collection[str], harmless: Names
+) -> dict[str, Json]:
+    """Return what counts of the variables that are set, to their default too: some then choose other kernels.
+
+    `known` are the engine's own, by name or by how they begin with a "*" behind. Raises RestError.
+    """
+    own, found = Names(known), dict[str, Json]()
+    for name, value in sorted(variables.items()):
+        if name in harmless or not (name in own or name.startswith(_LIBRARIES)):
+            continue
+        if not _HARMLESS_OF_LIBRARIES.match(name):
+            with _named(name):
+                _tell(found, name, _number(value))
+    return found
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Make a RestError of whatever a value raises: it may be of any class."""
+    try:
+        yield
+    except RestError:
+        raise
+    except Exception as error:
+        line = str(error).partition("\n")[0]
+        raise RestError(
+            f"setting {name!a}: its value cannot be read ({type(error).__name__}: {line:.100})"
+        ) from error
+
+
+def _tell(found: dict[str, Json], name: str, value: Any) -> None:
+    """Write a setting down: without its name where it may be a secret, and not at all where it is one."""
+    own = name.rpartition(".")[2]
+    name.encode("ascii")
+    if isinstance(value, str | bytes | os.PathLike) and _SECRET.search(own):
+        return
+    if isinstance(value, str | bytes | os.PathLike) and _LIKE_SECRET.search(own):
+        unnamed = found.setdefault("unnamed", [])
+        assert isinstance(unnamed, list)
+        unnamed.append(shown([name, value], name))
+    else:
+        _put(found, name, shown(value, name))
 
 
 def _put(tree: dict[str, Json], name: str, value: Json) -> None:
@@ -102,40 +159,23 @@ def _put(tree: dict[str, Json], name: str, value: Json) -> None:
         tree[name] = value
 
 
-def environment(
-    variables: Mapping[str, str], known: Collection[str], harmless: Names
-) -> dict[str, Json]:
-    """Return what counts of the variables that are set, to their default too: some then choose other kernels.
-
-    `known` are the engine's own, by name or by how they begin with a "*" behind.
-    """
-    own = Names(known)
-    return {
-        name: shown(_number(value), name)
-        for name, value in sorted(variables.items())
-        if name in own or name.startswith(_LIBRARIES)
-        if name not in harmless and not _HARMLESS_OF_LIBRARIES.match(name)
-        if not _is_secret(name, _number(value))
-    }
-
-
 def fields_of(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values and the defaults of a dataclass and of those inside it, by dotted names."""
     values: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
-    for name, value, default in _leaves(config, ""):
+    for name, value, default in _leaves(config, "", 0):
         values[name] = value
         if default is not dataclasses.MISSING:
             defaults[name] = default
     return values, defaults
 
 
-def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+def _leaves(config: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any, Any]]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
         name = f"{prefix}{field.name}"
-        if _is_part(value):
-            yield from _leaves(value, f"{name}.")
+        if _is_part(value) and depth < _MAX_DEPTH:
+            yield from _leaves(value, f"{name}.", depth + 1)
         else:
             yield name, value, _default(field)
 
@@ -152,7 +192,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if hasattr(given, "default_factory"):  # pydantic's own
         given, factory = given.default, given.default_factory or dataclasses.MISSING
     if factory is not dataclasses.MISSING:
-        return factory()
+        try:
+            return factory()
+        except Exception:  # whatever it is: without a default the value counts
+            return dataclasses.MISSING
     is_missing = type(given).__name__ == "PydanticUndefinedType"
     return dataclasses.MISSING if is_missing else given
 
@@ -161,19 +204,6 @@ def _same(value: Any, default: Any, name: str) -> bool:
     if value is default:
         return True
     return canonical_json(normal(value, name)) == canonical_json(normal(default, name))
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    """Whether a text is a secret, by its name. Raises RestError where it may be one or not."""
-    if value is None or isinstance(value, bool | int | float):
-        return False
-    own = name.rpartition(".")[2]
-    if not _SECRET.search(own) and _LIKE_SECRET.search(own):
-        raise RestError(
-            f"setting '{name}': fskv does not know whether it changes KV, and its name is one of secrets, "
-            "which fskv does not write down; expected it unset"
-        )
-    return bool(_SECRET.search(own))
 
 
 def _number(text: str) -> Any:
@@ -189,60 +219,93 @@ def shown(value: Any, name: str) -> Json:
 
 
 def _is_word(value: Any) -> bool:
-    return isinstance(value, Enum) or type(value).__module__ == "torch"
+    return isinstance(value, Enum) or _is_of_torch(value)
 
 
-def normal(value: Any, name: str, depth: int = 0) -> Json:
+def _is_of_torch(value: Any) -> bool:
+    return (type(value).__module__, type(value).__name__) in {
+        ("torch", "dtype"),
+        ("torch", "device"),
+    }
+
+
+def normal(value: Any, name: str) -> Json:
     """Return a value as JSON that is the same in every process, and a path as what lies there.
 
     Raises RestError, with the setting's name, where there is no such text: an object of which only an address
     in memory is known, a file that cannot be read.
     """
-    if depth > _MAX_DEPTH:
+    return _normal(value, name, 0, [_MAX_ITEMS])
+
+
+def _normal(value: Any, name: str, depth: int, left: list[int]) -> Json:
+    left[0] -= 1
+    if depth > _MAX_DEPTH or left[0] < 0:
         raise _unknown(value, name)
+
+    def inside(item: Any) -> Json:
+        return _normal(item, name, depth + 1, left)
+
     if isinstance(value, Enum):
         return value.name
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if abs(value) >= _MAX_INT:
+            raise _unknown(value, name)
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, str | os.PathLike):
-        return _text(os.fspath(value), name)
-    if type(value).__module__ == "torch":
+        text = os.fspath(value)
+        if text.lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):
+                return inside(json.loads(text))
+        return _text(text, name)
+    if _is_of_torch(value):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
         named = {str(key): item for key, item in value.items()}
-        kept = {key: item for key, item in named.items() if not _SECRET_INSIDE.search(key)}
-        return {key: normal(item, name, depth + 1) for key, item in sorted(kept.items())}
+        return {
+            key: inside(item)
+            for key, item in sorted(named.items())
+            if not (isinstance(item, str | bytes) and _SECRET_INSIDE.search(key))
+        }
     if isinstance(value, set | frozenset):
-        return sorted((normal(item, name, depth + 1) for item in value), key=canonical_json)
+        return sorted(map(inside, value), key=canonical_json)
     if isinstance(value, list | tuple):
-        return [normal(item, name, depth + 1) for item in value]
+        return [*map(inside, value)]
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         where = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
         if "<" in where:  # made inside of a function: another one may have the name
             raise _unknown(value, name)
         return where
-    inner = value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", None)
-    if not inner:
+    fields = value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", None)
+    if not fields:
         raise _unknown(value, name)
-    return normal(inner, name, depth + 1)
+    return inside(fields)
 
 
 def _text(text: str, name: str) -> str:
-    if "/" not in text or not os.path.exists(text):
-        return text
+    """Return a text without a user's name and password, or what lies there where it is a path.
+
+    A relative one is a path where it leads to a file: a name of the hub has a "/" too.
+    """
+    is_path = os.path.exists(text) if os.path.isabs(text) else "/" in text and os.path.isfile(text)
+    if not is_path:
+        return _USER_OF_URL.sub("", text)
     digest = hashlib.sha256()
-    left = [_MAX_FILES, _MAX_NBYTES]
+    files, nbytes = 0, 0
     try:
         for path in _files(text):
             digest.update(f"{os.path.relpath(path, text)}\0".encode(errors="surrogateescape"))
-            left[0] -= 1
-            with open(path, "rb") as file:
+            files += 1
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(fd, "rb") as file:
                 while piece := file.read(_CHUNK_NBYTES):
-                    left[1] -= len(piece)
+                    nbytes += len(piece)
                     digest.update(piece)
-                    if min(left) < 0:
+                    if files > _MAX_FILES or nbytes > _MAX_NBYTES:
                         raise RestError(
                             f"setting '{name}': {text} has more than fskv reads to tell it from others; "
                             "expected a file or a small directory"
@@ -257,10 +320,11 @@ def _files(path: str) -> Iterator[str]:
         yield path
         return
     if not os.path.isdir(path):
-        raise OSError(f"{path} is neither a file nor a directory")
+        raise OSError("it is neither a file nor a directory")
     for directory, inner, names in os.walk(path):
         inner.sort()
-        yield from (os.path.join(directory, name) for name in sorted(names))
+        paths = (os.path.join(directory, name) for name in sorted(names))
+        yield from filter(os.path.isfile, paths)
 
 
 def _unknown(value: Any, name: str) -> RestError:

@@ -523,16 +523,39 @@ def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config,
         assert counted(config) == set()
 
 
-def test_packages_with_kernels_count_for_quantised_models_only(config, monkeypatch):
+def test_packages_with_kernels_count_with_their_versions_for_quantised_models_only(
+    config, monkeypatch
+):
     from fskv.engines.vllm import settings
 
     monkeypatch.setattr(settings, "has_flashinfer", lambda: True)
     for name in ("has_aiter", "has_deep_gemm", "has_humming"):
         monkeypatch.setattr(settings.import_utils, name, lambda name=name: name == "has_deep_gemm")
+    owners = {"flashinfer": ["flashinfer-python"], "quark": ["amd-quark"]}
+    monkeypatch.setattr(settings, "packages_distributions", lambda: owners)
+    monkeypatch.setattr(settings, "version", lambda name: f"{len(name)}.0")
     assert counted(config) == set()
     put(config, "model_config.quantization", "fp8")
-    found = settings.counting_settings(config)
-    assert found["kernel_packages"] == ["deep_gemm", "flashinfer"]
+    found = settings.counting_settings(config)["kernel_packages"]
+    assert found == {"deep_gemm": "?", "flashinfer": "17.0", "quark": "9.0"}
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"lora_config": object()}, "derived.experts.lora"),
+    ({"parallel_config.enable_expert_parallel": True}, "derived.experts.parallel"),
+    ({"parallel_config.tensor_parallel_size": 2}, "derived.experts.parallel"),
+])  # fmt: skip
+@pytest.mark.parametrize(("quantised", "is_moe"), [(True, True), (False, True), (True, False)])
+def test_what_chooses_the_kernel_of_quantised_experts_is_told(
+    config, change, told, quantised, is_moe
+):
+    """Beside adapters vLLM takes experts with activations of 16 bits, where it would take 4."""
+    if quantised:
+        put(config, "model_config.quantization", "modelopt_fp4")
+    put(config, "parallel_config.is_moe_model", is_moe)
+    for path, value in change.items():
+        put(config, path, part_of("lora_config") if path == "lora_config" else value)
+    assert (told in counted(config)) is (quantised and is_moe)
 
 
 def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import os
 
@@ -47,7 +48,8 @@ def test_numbers_are_written_as_they_are_and_other_values_as_digests():
 
 
 @pytest.mark.parametrize(
-    "name", ["api_key", "part.hf_token", "S3_SECRET", "DB_PASSWORD", "AITER_ACCESS_KEY", "key"]
+    "name",
+    ["api_key", "part.hf_token", "S3_SECRET", "DB_PASSWORD", "AITER_ACCESS_KEY", "auth-token"],
 )
 def test_a_secret_enters_no_manifest_by_name_or_value(name):
     assert settings({name: "s3cr3t"}, {}, NONE) == {}
@@ -59,19 +61,36 @@ def test_a_number_is_no_secret(name):
     assert settings({name: 4}, {}, NONE) == {name: 4}
 
 
-def test_a_text_that_may_be_a_secret_or_not_is_neither_written_nor_passed_over():
-    with pytest.raises(RestError, match=r"setting 'part\.key_dtype'"):
-        settings({"part.key_dtype": "fp8"}, {}, NONE)
-    assert settings({"part.key_dtype": "fp8"}, {"part.key_dtype": "fp8"}, NONE) == {}
-    assert settings({"part.key_dtype": "fp8"}, {}, Names(["part.key_dtype"])) == {}
+@pytest.mark.parametrize("name", ["part.key_dtype", "FLASHINFER_KEY", "AITER_PER_TOKEN_QUANT"])
+def test_a_text_that_may_be_a_secret_or_not_counts_without_its_name(name):
+    one, other = (settings({name: value}, {}, NONE) for value in ("fp8", "bf16"))
+    assert one.keys() == other.keys() == {"unnamed"}
+    assert one != other
+    assert name not in json.dumps(one)
+    assert settings({name: "fp8"}, {name: "fp8"}, NONE) == {}
+    assert settings({name: "fp8"}, {}, Names([name])) == {}
 
 
-def test_a_secret_inside_of_a_value_is_left_out_of_its_digest():
-    one, other, third = (
-        settings({"loader": {"uri": uri, "aws_secret_access_key": key}}, {}, NONE)
-        for uri, key in (("s3://a", "x"), ("s3://a", "y"), ("s3://b", "x"))
-    )
-    assert one == other != third
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda secret: {"aws_secret_access_key": secret},
+        lambda secret: {"redis_auth": secret, "headers": {"Authorization": secret}},
+        lambda secret: {"hf": {"token": secret, "pwd": secret, "key": secret}},
+        lambda secret: {"uri": f"https://user:{secret}@host/path"},
+        lambda secret: json.dumps({"api_key": secret}),
+        lambda secret: [json.dumps([{"x-api-key": secret}])],
+    ],
+)
+def test_a_secret_inside_of_a_value_is_left_out_of_its_digest(written):
+    one, other = (settings({"x": written(s)}, {}, NONE) for s in ("hunter2", "hunter3"))
+    assert one == other
+
+
+def test_what_is_no_secret_inside_of_a_value_is_in_its_digest():
+    values = ({"uri": "s3://a"}, {"uri": "s3://b"}, {"key": 4}, {"key": 5}, {"keys": "a"})
+    found = [json.dumps(settings({"x": value}, {}, NONE)) for value in values]
+    assert len({*found}) == len(values)
 
 
 @pytest.mark.parametrize("value", [object(), lambda: None, {"inside": [object()]}, iter(())])
@@ -102,6 +121,22 @@ def test_a_path_counts_by_what_lies_there(tmp_path):
     assert normal("org/model", "x") == "org/model"
 
 
+def test_a_relative_path_is_one_where_it_leads_to_a_file(tmp_path, monkeypatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "file").write_text("1")
+    found = normal("org/name", "x"), normal("org/file", "x")
+    monkeypatch.chdir(tmp_path)
+    assert normal("org/name", "x") == found[0] == "org/name"
+    assert normal("org/file", "x") == normal(str(tmp_path / "org" / "file"), "x") != found[1]
+
+
+def test_what_no_one_can_read_in_a_directory_holds_nothing_up(tmp_path):
+    (tmp_path / "a").write_text("1")
+    before = normal(str(tmp_path), "x")
+    os.mkfifo(tmp_path / "pipe")
+    assert normal(str(tmp_path), "x") == before
+
+
 def test_a_path_that_cannot_be_read_or_has_too_much_is_named(tmp_path, monkeypatch):
     from fskv.identity import rules
 
@@ -119,6 +154,48 @@ def test_a_value_that_holds_itself_is_named():
     endless.append(endless)
     with pytest.raises(RestError, match=r"setting 'x'"):
         settings({"x": endless}, {}, NONE)
+
+
+class Raises:
+    def __init__(self, name):
+        self.name = name
+
+    def __getattribute__(self, name):
+        if name == object.__getattribute__(self, "name"):
+            raise RuntimeError("not now")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Raises("to_dict"), Raises("__dict__"), 1 << 4000, b"bytes", torch.zeros(3),
+        functools.reduce(lambda inner, _: [inner] * 4, range(14), "x")
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_whatever_a_value_raises_the_setting_is_named(value):
+    with pytest.raises(RestError, match=r"setting 'part\.field'"):
+        settings({"part.field": value}, {}, NONE)
+
+
+def test_a_name_that_is_no_text_is_named():
+    with pytest.raises(RestError, match="setting"):
+        environment({"TRITON_\udcff": "1"}, [], NONE)
+
+
+def test_a_part_that_holds_itself_and_a_default_that_raises_end():
+    @dataclasses.dataclass
+    class Part:
+        inner: object = None
+        bad: object = dataclasses.field(default_factory=lambda: 1 // 0)
+
+    part = Part(bad=3)
+    part.inner = part
+    values, defaults = fields_of(part)
+    assert "bad" not in defaults
+    with pytest.raises(RestError):
+        settings(values, defaults, NONE)
 
 
 def test_fields_are_those_of_all_parts_with_their_defaults():
@@ -148,3 +225,16 @@ def test_what_kubernetes_sets_for_a_service_does_not_count():
     }  # fmt: skip
     assert environment(of_service, [], NONE) == {}
     assert environment({"TRITON_F32_DEFAULT": "tf32"}, [], NONE).keys() == {"TRITON_F32_DEFAULT"}
+
+
+def test_what_images_and_builds_set_does_not_count():
+    names = (
+        *("CUBLAS_VERSION", "CUDNN_VERSION", "CUDNN_HOME", "CUBLAS_HOME", "AITER_ROCM_ARCH"),
+        *("AITER_ASM_DIR", "AITER_REBUILD", "MIOPEN_FIND_MODE", "MIOPEN_SYSTEM_DB_PATH"),
+        *("CUBLAS_LOGINFO_DBG", "CUBLASLT_LOG_LEVEL", "HIPBLASLT_LOG_MASK", "DG_PRINT_CONFIGS"),
+        *("FLASHINFER_JIT_VERBOSE", "FLASHINFER_NVCC", "FLASHINFER_NVCC_THREADS", "TRITON_URL"),
+        *("DG_JIT_NVCC_COMPILER", "TRTLLM_DG_CACHE_DIR", "HIPBLASLT_TENSILE_LIBPATH"),
+        *("TRITON_INFERENCE_SERVER_URL", "TRITON_HOST", "TRITON_MODEL_REPO", "TRITON_DEBUG"),
+        *("TRITON_KERNEL_DUMP", "TRITON_BUILD_WITH_CCACHE", "TRITON_PTXAS_PATH", "AITER_LOG_MORE"),
+    )
+    assert environment(dict.fromkeys(names, "/usr"), [], NONE) == {}

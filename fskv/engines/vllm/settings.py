@@ -6,16 +6,20 @@ Called once, on the worker, when the model is built: vLLM has then resolved its 
 from __future__ import annotations
 
 import os
-from importlib.metadata import entry_points
+from collections.abc import Callable
+from importlib.metadata import entry_points, packages_distributions, version
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.platforms import current_platform
 from vllm.utils import import_utils
 from vllm.utils.flashinfer import has_flashinfer
 
 from fskv.engines.vllm.harmless import HARMLESS_FIELDS, HARMLESS_VARIABLES
 from fskv.errors import ConfigError
 from fskv.identity import rules
+
+_KERNELS = ("aiter", "b12x", "deep_gemm", "flashinfer", "humming", "quark", "triton_kernels")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +40,12 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
     # vLLM sets this one itself on some CPUs, to what it is without.
     unset = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
     set_ = {name: value for name, value in os.environ.items() if unset.get(name) != value}
-    if variables := rules.environment(set_, envs.environment_variables, HARMLESS_VARIABLES):
+    # A platform's plug-in reads variables of its own.
+    known = [
+        *envs.environment_variables,
+        *(["VLLM_*"] if current_platform.is_out_of_tree() else []),
+    ]
+    if variables := rules.environment(set_, known, HARMLESS_VARIABLES):
         found["environment"] = variables
     if plugins := _plugins():
         found["plugins"] = plugins
@@ -77,7 +86,27 @@ def _derived(vllm_config: VllmConfig) -> dict[str, Any]:
     dtype = getattr(vllm_config.lora_config, "lora_dtype", "auto")
     if dtype not in (None, "auto", model.dtype):
         found["derived.lora_dtype"] = dtype
-    return found | _multimodal(vllm_config)
+    return found | _experts(vllm_config) | _multimodal(vllm_config)
+
+
+def _experts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return what chooses the kernel of quantised experts, and with it how exact their activations are.
+
+    Not every kernel takes adapters, or batches of other ranks' tokens. The next in line may take 16 bits where
+    this one takes 4 (fused_moe/modular_kernel.py:591, fused_moe/config.py:1057).
+    """
+    parallel = vllm_config.parallel_config
+    if not vllm_config.model_config.quantization or parallel.is_moe_model is False:
+        return {}
+    found: dict[str, Any] = {}
+    if vllm_config.lora_config is not None:
+        found["derived.experts.lora"] = True
+    if parallel.enable_expert_parallel:
+        sizes = parallel.tensor_parallel_size, parallel.data_parallel_size
+        found["derived.experts.parallel"] = [*sizes, parallel.all2all_backend, parallel.enable_eplb]
+    elif parallel.tensor_parallel_size > 1:
+        found["derived.experts.parallel"] = [parallel.tensor_parallel_size]
+    return found
 
 
 def _multimodal(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -118,12 +147,18 @@ def _plugins() -> dict[str, Json]:
     return found
 
 
-def _kernel_packages() -> list[Json]:
-    """Return the packages that `auto` may choose kernels from: of two nodes one may lack them."""
-    probes = {
-        "aiter": getattr(import_utils, "has_aiter", None),
-        "deep_gemm": getattr(import_utils, "has_deep_gemm", None),
-        "flashinfer": has_flashinfer,
-        "humming": getattr(import_utils, "has_humming", None),
-    }
-    return [name for name, probe in probes.items() if probe is not None and probe()]
+def _kernel_packages() -> dict[str, Json]:
+    """Return the packages that `auto` may choose kernels from, with their versions: a node may lack one.
+
+    "?" is a version that a package does not tell.
+    """
+    probes: dict[str, Callable[[], bool] | None] = dict.fromkeys(_KERNELS)
+    probes["flashinfer"] = has_flashinfer
+    for name in ("aiter", "deep_gemm", "humming"):
+        probes[name] = getattr(import_utils, f"has_{name}", None)
+    owners = packages_distributions()
+    found: dict[str, Json] = {}
+    for name, probe in probes.items():
+        if probe() if probe is not None else name in owners:
+            found[name] = " ".join(sorted(map(version, owners.get(name, ())))) or "?"
+    return found
