@@ -233,7 +233,7 @@ def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F8
     for _ in range(20):
         assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     rig.tier.on_request_finished(REQUEST)
-    mover = rig.tier._rows.mover
+    mover = rig.tier._worker.mover
     for kept in (mover._ending._open, mover._ending._bad, mover._news, mover._runner._jobs):
         assert not kept
     for kept in (rig.tier._jobs, rig.tier._requests):

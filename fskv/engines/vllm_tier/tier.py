@@ -5,7 +5,7 @@ into a row of that memory, from where vLLM copies it to the GPU. What is stored 
 row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
 other's files.
 
-FskvManager decides what is there and what may be stored, RowMover moves the bytes; here their answers become
+FskvManager decides what is there and what may be stored, a worker moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
 and its guard refuses the row to the late thread, because vLLM gives the row to another chunk.
 
@@ -15,17 +15,15 @@ constructor (docs/vllm.md, "As a tier behind vLLM's CPU cache").
 
 from __future__ import annotations
 
-# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
-import fskv.engines.vllm_tier.version  # noqa: F401  # isort: skip
-
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -37,13 +35,19 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from fskv.config import MIB, StoreConfig
-from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
-from fskv.engines.vllm.metrics import metric_definitions, to_stats
+from fskv.engines.vllm.files import WorkerFiles
+from fskv.engines.vllm.manager import (
+    PREFIX_CACHING_OFF,
+    ChunkKeys,
+    FskvHandshake,
+    FskvManager,
+    to_chunk,
+)
+from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
     forget_past_blocks,
@@ -52,15 +56,15 @@ from fskv.engines.vllm.quirks import (
     reserving_scheduler,
     resetting_scheduler,
 )
-from fskv.engines.vllm_tier.io import RestingRows, RowMover
-from fskv.engines.vllm_tier.rows import rows_of
-from fskv.engines.vllm_tier.workers import Workers, ask_workers
+from fskv.engines.vllm.spec import open_worker
+from fskv.engines.vllm.worker import RestingWorker
+from fskv.engines.vllm_tier.rows import RowWorker
+from fskv.engines.vllm_tier.workers import Report, ask_workers
 from fskv.errors import FskvError, RestError
-from fskv.hybrid_planner import GroupKind, hit_cost
+from fskv.hybrid_planner import GroupKind
 from fskv.kv_transfer.options import tier_config
 from fskv.offload.lookup import patience
-from fskv.root.neighbours import beside
-from fskv.root.root import Root
+from fskv.plan.spans import Placement
 from fskv.types import ChunkId
 
 if TYPE_CHECKING:
@@ -69,8 +73,6 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
-
-    from fskv.engines.vllm.identity import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class _Open:
 
 
 class FskvTier(SecondaryTierManager):
-    """See the module docstring."""
+    """Files behind vLLM's CPU tier: vLLM's jobs of rows become jobs of a worker, where the manager agrees."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -118,34 +120,71 @@ class FskvTier(SecondaryTierManager):
         self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
+        self._placements: Mapping[
+            int, Sequence[Placement]
+        ] = {}  # of a chunk in a row, by group index
+        self._reuses_blocks = False  # of some groups vLLM does, while their request runs
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
         try:
             self._config = tier_config(options)
-            self._rows, self._manager, groups = self._open(offloading_spec, primary_kv_view, mark)
-            self._manager.locality = self.locality or self._manager.locality
+            self._open(offloading_spec, primary_kv_view, mark)
         except FskvError as error:
             logger.error("fskv: %s", error)
             os.close(self._mark)
             raise
         finally:
             os.unlink(mark)
-        # Blocks of such groups are freed and used again while their request runs.
-        kinds = {group.spec.kind for group in groups}
+        self._manager.locality = self.locality or self._manager.locality
+
+    def _open(self, spec: OffloadingSpec, view: memoryview, mark: str) -> None:
+        """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
+        rank = spec.config.parallel.data_parallel_index
+        self._worker: RowWorker | RestingWorker
+        try:
+            found = ask_workers(spec, self._config, self.block_size_bytes, mark)
+        except RestError as error:
+            self._worker = RestingWorker(FskvHandshake.resting(0, 1, str(error)))
+            self._manager = FskvManager(self._config, 1, engine_rank=rank)
+            self._manager.rest(str(error))
+            return
+        self._worker = worker = self._open_rows(found, view)
+        bpc = worker.handshake.blocks_per_chunk
+        tokens_per_chunk = [group.spec.tokens_per_block * bpc for group in found.groups]
+        self._manager = FskvManager(
+            self._config,
+            bpc,
+            KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
+            chunks_per_step=-(-found.tokens_per_step // min(tokens_per_chunk)),
+            engine_rank=rank,
+        )
+        self._manager.chunks.presence.recompute_s = patience(tokens_per_chunk)
+        self._manager.set_workers([worker.handshake])
+        if not found.prefix_caching:
+            self._manager.turn_off(PREFIX_CACHING_OFF)
+        kinds = {group.spec.kind for group in found.groups}
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
 
-    def _open(
-        self, spec: OffloadingSpec, view: memoryview, mark: str
-    ) -> tuple[RowMover | RestingRows, FskvManager, Sequence[EngineGroup]]:
-        """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
-        try:
-            workers = ask_workers(spec, self._config, self.block_size_bytes, mark)
-        except RestError as error:
-            rank = spec.config.parallel.data_parallel_index
-            manager = FskvManager(self._config, 1, engine_rank=rank)
-            manager.rest(str(error))
-            return RestingRows(), manager, ()
-        return *_open(self._config, workers, spec, view), workers.groups
+    def _open_rows(self, found: Report, view: memoryview) -> RowWorker:
+        """Open the namespace and start the I/O; raises FskvError."""
+        # Not through numpy, which would hold the buffer: vLLM releases it when the engine stops.
+        memory = torch.frombuffer(view, dtype=torch.int8).view(self._num_rows, -1)
+        layouts = tuple(tuple(one.layout for one in of_file) for of_file in found.files.values())
+        files = WorkerFiles((memory,), layouts, tuple(found.files))
+        worker = open_worker(
+            RowWorker,
+            self._config,
+            found.identity,
+            found.groups,
+            files,
+            found.max_model_len,
+            rank=0,
+            world_size=1,
+        )
+        by_group = zip(*found.files.values(), strict=True)
+        self._placements = {of_group[0].layout.group_idx: of_group for of_group in by_group}
+        worker.placements = self._placements
+        return worker
 
     @classmethod
     def build_metric_definitions(
@@ -203,29 +242,29 @@ class FskvTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._look_for_reloads()
-        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        job = _Open(list(job_metadata.keys), is_load=False)
-        use = self._manager.begin_use(job.keys, there=False)  # before anything is on its way
-        taken = self._manager.prepare_store(job.keys, job_metadata.req_context).keys_to_store
-        self._jobs[job_metadata.job_id] = job
-        depths = {key: depth for depth, key in enumerate(job.keys)}
-        uses = [(use, depths[key]) for key in taken]
-        chunks = [to_chunk(key) for key in taken]
-        job.nbytes = self._rows.store(
-            job_metadata.job_id, chunks, [rows[key] for key in taken], uses
-        )
+        keys, job_id = list(job_metadata.keys), job_metadata.job_id
+        use = self._manager.begin_use(keys, there=False)  # before anything is on its way
+        taken = self._manager.prepare_store(keys, job_metadata.req_context).keys_to_store
+        at = {key: depth for depth, key in enumerate(keys)}
+        depths = [at[key] for key in taken]
+        used = ChunkKeys([to_chunk(key) for key in taken], use=use, depths=depths)
+        in_row = [one for chunk in used.chunks for one in self._placements[chunk.group_idx]]
+        nbytes = sum(one.layout.content_nbytes for one in in_row)
+        self._jobs[job_id] = _Open(keys, is_load=False, nbytes=nbytes)
+        rows: Any = CPULoadStoreSpec(job_metadata.chunk_ids[depths])
+        self._worker.submit_store(job_id, rows, used)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
-        chunks = [to_chunk(key) for key in keys]
-        job_id = job_metadata.job_id
+        keys, job_id = list(job_metadata.keys), job_metadata.job_id
         self._jobs[job_id] = _Open(keys, is_load=True)
+        chunks = [to_chunk(key) for key in keys]
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
         use = self._manager.begin_use(keys, there=True)
-        uses = [(use, depth) for depth in range(len(keys))]
-        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist(), uses)
+        used = ChunkKeys(chunks, use=use, depths=range(len(keys)))
+        rows: Any = CPULoadStoreSpec(job_metadata.chunk_ids.tolist())
+        self._worker.submit_load(job_id, used, rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
@@ -243,9 +282,9 @@ class FskvTier(SecondaryTierManager):
         """
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
-            self._rows.mover.free_pages(set(self._jobs))
+            self._worker.wait(set(self._jobs))
         else:
-            self._rows.mover.drop()
+            self._worker.drop_jobs()
         end = time.monotonic() + _DRAIN_S
         while True:
             self._collect()
@@ -271,12 +310,16 @@ class FskvTier(SecondaryTierManager):
 
     def _collect(self) -> None:
         """Take the news of the I/O threads."""
-        for ended in self._rows.mover.poll():
-            job = self._jobs.get(ended.job_id)
+        ended, loads = self._worker.get_finished(), self._worker.take_loads()
+        failed = self._worker.take_failed_jobs()
+        for result in ended:
+            job = self._jobs.get(result.job_id)
             if job is not None:
-                job.ended = ended.nbytes, ended.seconds
-                job.bad.update(file.chunk for file in ended.bad)
-        self._manager.on_news(self._rows.mover.take_news())
+                job.ended = result.transfer_size or 0, result.transfer_time or 0.0
+                if result.job_id in failed:
+                    bad = {f.chunk for one in loads.get(result.job_id, ()) for f in one.bad}
+                    job.bad |= bad or {to_chunk(key) for key in job.keys}
+        self._manager.on_news(self._worker.take_news())
 
     def _result(self, job_id: int) -> JobResult:
         job = self._jobs.pop(job_id)
@@ -298,65 +341,13 @@ class FskvTier(SecondaryTierManager):
         # vLLM asks once for every step whose output it has.
         self._steps_open = max(0, self._steps_open - 1)
         self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
-        mover, of_manager = self._rows.mover, self._manager.get_stats()
-        counters = mover.counters
-        of_worker = to_stats(counters.drain(), mover.gauges(), counters.drain_observed())
+        of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
         if of_manager is None or of_worker is None:
             return of_manager or of_worker
         of_manager.aggregate(of_worker)
         return of_manager
 
     def shutdown(self) -> None:
-        self._rows.mover.close()
+        self._worker.shutdown()
         self._manager.shutdown()
         os.close(self._mark)
-
-
-def _open(
-    config: StoreConfig, workers: Workers, spec: OffloadingSpec, view: memoryview
-) -> tuple[RowMover, FskvManager]:
-    """Open the namespace and start the I/O; raises FskvError."""
-    identity = workers.identity
-    directory, others = call_with_deadline(
-        lambda: (Root.of(config).open_namespace(identity), beside(config.root, identity)),
-        START_UP_S,
-        f"option 'root': {config.root} did not answer",
-    )
-    specs = [group.spec for group in workers.groups]
-    layouts = [row.layout for row in workers.rows[0]]
-    bpc = layouts[0].num_blocks
-    tokens_per_chunk = [group.tokens_per_block * bpc for group in specs]
-    num_files, nbytes = hit_cost(specs, layouts, bpc, workers.max_model_len)
-    logger.info(
-        "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB",
-        directory.path,
-        tokens_per_chunk[0],
-        workers.max_model_len,
-        num_files * len(workers.rows),
-        nbytes * len(workers.rows) / MIB,
-    )
-    if others:
-        logger.info("fskv: %s", others)
-    rows = RowMover(
-        config,
-        workers,
-        rows_of(view),
-        directory,
-        restore=lambda: Root.of(config, create=False).open_namespace(identity),
-    )
-    manager = FskvManager(
-        config,
-        bpc,
-        KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
-        chunks_per_step=-(-workers.tokens_per_step // min(tokens_per_chunk)),
-        engine_rank=spec.config.parallel.data_parallel_index,
-    )
-    manager.chunks.presence.recompute_s = patience(tokens_per_chunk)
-    try:
-        manager.set_workers([rows.handshake])
-        if not workers.prefix_caching:
-            manager.turn_off(PREFIX_CACHING_OFF)
-    except FskvError:
-        rows.mover.close()
-        raise
-    return rows, manager
