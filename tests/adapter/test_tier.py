@@ -48,7 +48,6 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.files import canonical_files, own_files
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import ChunkKeys
-    from fskv.engines.vllm_tier import rows as tier_rows
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.tier import FskvTier
     from fskv.engines.vllm_tier.workers import Report, combine
@@ -101,7 +100,7 @@ def report(rank, tensors, row_nbytes, refs=REFS, num_ranks=2, **changes):
         "rank": rank,
         "identity": make_identity(),
         "groups": groups(),
-        "files": tier_rows.placements_of(files),
+        "files": workers.placements_of(files),
         "row_nbytes": row_nbytes,
         "prefix_caching": True,
         "max_model_len": 1024,
@@ -371,9 +370,9 @@ def test_slices_of_canonical_pages_are_what_the_connector_cuts():
         placed(*places, blocks=2), refs, lambda n: CanonicalPageMapping(n, n // 2, (), 1, 0, True)
     )
     files = canonical_files(groups(), 2, mapped, 4, in_full=True)
-    for number, of_slice in tier_rows.placements_of(files).items():
+    for number, of_slice in workers.placements_of(files).items():
         for placement, of_group in zip(of_slice, refs, strict=True):
-            plan = tier_rows.plan_row(0, placement, 0)
+            plan = workers.plan_row(placement)
             payload = bytearray(plan.nbytes)
             for span in plan.spans:
                 part = content[span.tensor_offset : span.tensor_offset + span.nbytes]
@@ -682,10 +681,10 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
         workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
 
-    def find(engine_id):
+    def find():
         raise RestError("KV layer l.7: nobody knows")
 
-    monkeypatch.setattr(workers, "_tiering_connector", find)
+    monkeypatch.setattr(workers, "connectors", find)
     assert workers.report(None, "e", None, "") == answers[1]
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,6 +37,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from fskv.data_path.job import FileMove
+from fskv.engines.vllm import quirks
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import WorkerFiles
 from fskv.engines.vllm.manager import (
@@ -48,49 +49,63 @@ from fskv.engines.vllm.manager import (
     to_chunk,
 )
 from fskv.engines.vllm.metrics import metric_definitions
-from fskv.engines.vllm.quirks import (
-    begin_block_lists_anew,
-    forget_past_blocks,
-    heed_caps,
-    reserve_windows,
-    reserving_scheduler,
-    resetting_scheduler,
-)
 from fskv.engines.vllm.spec import open_worker
-from fskv.engines.vllm.worker import RestingWorker
-from fskv.engines.vllm_tier.rows import RowWorker
-from fskv.engines.vllm_tier.workers import Report, ask_workers
+from fskv.engines.vllm.worker import FskvWorker, RestingWorker
+from fskv.engines.vllm_tier.workers import ask_workers, plan_row
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.kv_transfer.options import tier_config
 from fskv.offload.lookup import patience
 from fskv.plan.spans import Placement
-from fskv.types import ChunkId
+from fskv.types import ChunkId, FileId
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = logging.getLogger(__name__)
 
-# After its jobs were given up an I/O thread has at most a line of bookkeeping left.
-_DRAIN_S = 5.0
 # A chunk that lost its row before its request could use it is loaded once more; then it is computed.
 _MAX_TIMES_LOADED = 2
 
 
+class RowWorker(FskvWorker):
+    """A FskvWorker whose pages are rows of the CPU tier, those of all ranks.
+
+    Its only tensor is the tier, int8 (rows, bytes). It must stay mapped until `shutdown` has returned.
+    """
+
+    placements: Mapping[int, Sequence[Placement]]  # by group index, a file each; set before any job
+
+    def _plan(
+        self, keys: ChunkKeys, pages: BlockIDsLoadStoreSpec, *, is_load: bool
+    ) -> list[FileMove]:
+        (row_nbytes,) = self._strides
+        return [
+            FileMove(
+                FileId(*chunk, file_rank),
+                plan_row(placement, n, row * row_nbytes),
+                self._use(keys, n),
+            )
+            for n, (chunk, row) in enumerate(
+                zip(keys.chunks, pages.block_ids.tolist(), strict=True)
+            )
+            for file_rank, placement in zip(
+                self._files.file_ranks, self.placements[chunk.group_idx], strict=True
+            )
+        ]
+
+
 @dataclass
-class _Open:
-    """A job of vLLM's that was not reported yet."""
+class _Job:
+    """A job of vLLM's whose rows are not free yet."""
 
     keys: list[OffloadKey]
     is_load: bool
     nbytes: int = 0  # of a store: what it has
-    bad: set[ChunkId] = field(default_factory=set)  # of a load
-    ended: tuple[int, float] | None = None  # bytes and seconds, once the rows are free
 
 
 class FskvTier(SecondaryTierManager):
@@ -109,10 +124,11 @@ class FskvTier(SecondaryTierManager):
     ) -> None:
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        begin_block_lists_anew()
-        heed_caps()
+        quirks.begin_block_lists_anew()
+        quirks.heed_caps()
         self.locality = None if locality is None else Locality(locality)
-        self._jobs: dict[int, _Open] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[JobResult] = []  # since `get_finished_jobs`
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
@@ -120,9 +136,8 @@ class FskvTier(SecondaryTierManager):
         self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
-        self._placements: Mapping[
-            int, Sequence[Placement]
-        ] = {}  # of a chunk in a row, by group index
+        # Of a chunk in a row, by group index; of a tier that rests none is known.
+        self._placements: dict[int, tuple[Placement, ...]] = {}
         self._reuses_blocks = False  # of some groups vLLM does, while their request runs
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
@@ -139,20 +154,35 @@ class FskvTier(SecondaryTierManager):
 
     def _open(self, spec: OffloadingSpec, view: memoryview, mark: str) -> None:
         """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
-        rank = spec.config.parallel.data_parallel_index
+        config, rank = self._config, spec.config.parallel.data_parallel_index
         self._worker: RowWorker | RestingWorker
         try:
-            found = ask_workers(spec, self._config, self.block_size_bytes, mark)
+            found = ask_workers(spec, config, self.block_size_bytes, mark)
         except RestError as error:
             self._worker = RestingWorker(FskvHandshake.resting(0, 1, str(error)))
-            self._manager = FskvManager(self._config, 1, engine_rank=rank)
+            self._manager = FskvManager(config, 1, engine_rank=rank)
             self._manager.rest(str(error))
             return
-        self._worker = worker = self._open_rows(found, view)
+        # Not through numpy, which would hold the buffer: vLLM releases it when the engine stops.
+        memory = torch.frombuffer(view, dtype=torch.int8).view(self._num_rows, -1)
+        layouts = tuple(tuple(one.layout for one in of_file) for of_file in found.files.values())
+        self._worker = worker = open_worker(
+            RowWorker,
+            config,
+            found.identity,
+            found.groups,
+            WorkerFiles((memory,), layouts, tuple(found.files)),
+            found.max_model_len,
+            rank=0,
+            world_size=1,
+        )
+        for of_group in zip(*found.files.values(), strict=True):
+            self._placements[of_group[0].layout.group_idx] = of_group
+        worker.placements = self._placements
         bpc = worker.handshake.blocks_per_chunk
         tokens_per_chunk = [group.spec.tokens_per_block * bpc for group in found.groups]
         self._manager = FskvManager(
-            self._config,
+            config,
             bpc,
             KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
             chunks_per_step=-(-found.tokens_per_step // min(tokens_per_chunk)),
@@ -164,27 +194,6 @@ class FskvTier(SecondaryTierManager):
             self._manager.turn_off(PREFIX_CACHING_OFF)
         kinds = {group.spec.kind for group in found.groups}
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
-
-    def _open_rows(self, found: Report, view: memoryview) -> RowWorker:
-        """Open the namespace and start the I/O; raises FskvError."""
-        # Not through numpy, which would hold the buffer: vLLM releases it when the engine stops.
-        memory = torch.frombuffer(view, dtype=torch.int8).view(self._num_rows, -1)
-        layouts = tuple(tuple(one.layout for one in of_file) for of_file in found.files.values())
-        files = WorkerFiles((memory,), layouts, tuple(found.files))
-        worker = open_worker(
-            RowWorker,
-            self._config,
-            found.identity,
-            found.groups,
-            files,
-            found.max_model_len,
-            rank=0,
-            world_size=1,
-        )
-        by_group = zip(*found.files.values(), strict=True)
-        self._placements = {of_group[0].layout.group_idx: of_group for of_group in by_group}
-        worker.placements = self._placements
-        return worker
 
     @classmethod
     def build_metric_definitions(
@@ -218,8 +227,8 @@ class FskvTier(SecondaryTierManager):
             self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self._reserves and (scheduler := reserving_scheduler()) is not None:
-            reserve_windows(scheduler)
+        if not self._reserves and (scheduler := quirks.reserving_scheduler()) is not None:
+            quirks.reserve_windows(scheduler)
             self._reserves = True
         self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
@@ -250,13 +259,13 @@ class FskvTier(SecondaryTierManager):
         used = ChunkKeys([to_chunk(key) for key in taken], use=use, depths=depths)
         in_row = [one for chunk in used.chunks for one in self._placements[chunk.group_idx]]
         nbytes = sum(one.layout.content_nbytes for one in in_row)
-        self._jobs[job_id] = _Open(keys, is_load=False, nbytes=nbytes)
+        self._jobs[job_id] = _Job(keys, is_load=False, nbytes=nbytes)
         rows: Any = CPULoadStoreSpec(job_metadata.chunk_ids[depths])
         self._worker.submit_store(job_id, rows, used)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys, job_id = list(job_metadata.keys), job_metadata.job_id
-        self._jobs[job_id] = _Open(keys, is_load=True)
+        self._jobs[job_id] = _Job(keys, is_load=True)
         chunks = [to_chunk(key) for key in keys]
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
@@ -268,8 +277,8 @@ class FskvTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
-        done = [job_id for job_id, job in self._jobs.items() if job.ended is not None]
-        return [self._result(job_id) for job_id in done]
+        results, self._results = self._results, []
+        return results
 
     def drain_jobs(self) -> None:
         """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
@@ -285,24 +294,12 @@ class FskvTier(SecondaryTierManager):
             self._worker.wait(set(self._jobs))
         else:
             self._worker.drop_jobs()
-        end = time.monotonic() + _DRAIN_S
-        while True:
-            self._collect()
-            late = [job for job in self._jobs.values() if job.ended is None]
-            if not late:
-                break
-            if time.monotonic() > end:  # a bug; the rows are free all the same
-                logger.error("fskv: %d jobs without an outcome are reported as failed", len(late))
-                for job in late:
-                    job.ended = (0, 0.0)
-                    job.bad.update(to_chunk(key) for key in job.keys if job.is_load)
-                break
-            time.sleep(0.001)
+        self._collect()  # all of them
         if self._reuses_blocks:
             # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
             # whoever takes them from there stores what follows from them here.
-            if (scheduler := resetting_scheduler()) is not None:
-                forget_past_blocks(scheduler)
+            if (scheduler := quirks.resetting_scheduler()) is not None:
+                quirks.forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.exclude_request(req_id)
         self._manager.forget_announced()
@@ -313,24 +310,18 @@ class FskvTier(SecondaryTierManager):
         ended, loads = self._worker.get_finished(), self._worker.take_loads()
         failed = self._worker.take_failed_jobs()
         for result in ended:
-            job = self._jobs.get(result.job_id)
-            if job is not None:
-                job.ended = result.transfer_size or 0, result.transfer_time or 0.0
-                if result.job_id in failed:
-                    bad = {f.chunk for one in loads.get(result.job_id, ()) for f in one.bad}
-                    job.bad |= bad or {to_chunk(key) for key in job.keys}
-        self._manager.on_news(self._worker.take_news())
-
-    def _result(self, job_id: int) -> JobResult:
-        job = self._jobs.pop(job_id)
-        nbytes, seconds = job.ended or (0, 0.0)
-        if not job.is_load:
+            job = self._jobs.pop(result.job_id)
+            good = None
             # Without success where rows were dropped: vLLM counts it, and keeps the chunks that it has.
-            return JobResult(job_id, nbytes == job.nbytes, None, seconds, nbytes)
-        if not job.bad:
-            return JobResult(job_id, success=True, transfer_time=seconds, transfer_bytes=nbytes)
-        good = [key for key in job.keys if to_chunk(key) not in job.bad]
-        return JobResult(job_id, False, tuple(good) or None, seconds, nbytes)
+            success = (
+                result.job_id not in failed if job.is_load else result.transfer_size == job.nbytes
+            )
+            if job.is_load and not success:
+                bad = {file.chunk for one in loads.get(result.job_id, ()) for file in one.bad}
+                good = tuple(key for key in job.keys if bad and to_chunk(key) not in bad) or None
+            seconds, nbytes = result.transfer_time, result.transfer_size
+            self._results.append(JobResult(result.job_id, success, good, seconds, nbytes))
+        self._manager.on_news(self._worker.take_news())
 
     # --- the rest ---------------------------------------------------------------------------
 

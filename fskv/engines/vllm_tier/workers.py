@@ -5,15 +5,21 @@ bound their KV caches by then and are idle. The tier is given neither vLLM's con
 workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.quirks). A
 worker reads the places from the object that copies between GPU and row, and derives the identity as it does
 for FskvConnector; all must agree. What cannot be found refuses to start.
+
+VLLM's tiering copies every chunk into one row of shared memory: the ranks side by side, in each the tensors
+side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding
+to 4096 bytes. A row holds the chunk of one KV group, so what other groups have of a tensor is padding too.
+Canonical pages are there once for all ranks. A file holds the bytes that FskvConnector takes from the GPU:
+block by block, page by page, no padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -22,15 +28,16 @@ from fskv.engines.vllm.identity import EngineGroup, engine_groups, reuses_kv
 from fskv.engines.vllm.media import make_keys_strict
 from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm.spec import FINGERPRINT_S, find
-from fskv.engines.vllm_tier.rows import fit, placements_of
 from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
-from fskv.plan.spans import Placement
+from fskv.plan.spans import ChunkPlan, Placement
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
+
+    from fskv.engines.vllm.files import WorkerFiles
 
 _ANSWER_S = FINGERPRINT_S + 60.0
 
@@ -95,15 +102,11 @@ def combine(reports: Sequence[Report], world_size: int, row_nbytes: int) -> Repo
     first = reports[0]
     files: dict[int | None, tuple[Placement, ...]] = {}
     for each in reports:
-        if each.identity != first.identity:
+        if (each.identity, each.row_nbytes) != (first.identity, row_nbytes):
             raise ConfigError(
-                f"rank {each.rank} derived namespace {directory_of(each.identity)}, rank {first.rank} "
-                f"{directory_of(first.identity)}: all must agree"
-            )
-        if each.row_nbytes != row_nbytes:
-            raise ConfigError(
-                f"rank {each.rank} has rows of {each.row_nbytes} bytes in vLLM's CPU tier, the "
-                f"scheduler rows of {row_nbytes}: all must agree"
+                f"rank {each.rank} derived namespace {directory_of(each.identity)} with rows of "
+                f"{each.row_nbytes} bytes in vLLM's CPU tier, rank {first.rank} "
+                f"{directory_of(first.identity)} and the scheduler rows of {row_nbytes}: all must agree"
             )
         files |= each.files  # of canonical pages each rank reports all
     if not all(fit(of_group, row_nbytes) for of_group in zip(*files.values(), strict=True)):
@@ -132,8 +135,19 @@ def report(_worker: object, engine_id: str, config: StoreConfig, mark: str) -> R
 
 
 def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
-    half = _tiering_connector(engine_id).connector_worker
-    assert half is not None
+    halves = [
+        half
+        for connector in connectors()  # inside a MultiConnector too
+        if (half := connector.connector_worker) is not None
+        and isinstance(half.spec, TieringOffloadingSpec)
+        and half.spec.config.engine_id == engine_id
+    ]
+    if len(halves) != 1:
+        raise ConfigError(
+            f"{len(halves)} connectors with TieringOffloadingSpec in one engine, expected one: their workers "
+            "cannot be told apart"
+        )
+    (half,) = halves
     vllm_config, spec = half.vllm_config, half.spec
     groups = engine_groups(vllm_config, half.kv_cache_config)
     _check_offered(vllm_config, spec, groups, config)
@@ -201,18 +215,35 @@ def _check_offered(
         )
 
 
-def _tiering_connector(engine_id: str) -> OffloadingConnector:
-    """Return this worker's connector whose CPU tier belongs to the engine; inside a MultiConnector too."""
-    found = [
-        connector
-        for connector in connectors()
-        if (half := connector.connector_worker) is not None
-        and isinstance(half.spec, TieringOffloadingSpec)
-        and half.spec.config.engine_id == engine_id
-    ]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{len(found)} connectors with TieringOffloadingSpec in one engine, expected one: their workers "
-            "cannot be told apart"
+def placements_of(files: WorkerFiles) -> dict[int | None, tuple[Placement, ...]]:
+    """Return where the pages of files lie in any row: by the rank in a file's name, then by group.
+
+    `files` are of the first row's blocks. Raises ValueError where a page is longer than its place.
+    """
+    strides = [tensor.stride(0) for tensor in files.tensors]
+    offsets = [int(tensor.storage_offset()) for tensor in files.tensors]
+    found = {}
+    for file_rank, layouts in zip(files.file_ranks, files.layouts, strict=True):
+        found[file_rank] = tuple(
+            Placement(
+                layout, tuple((0, offsets[t], stride, nbytes) for t, _, stride, nbytes in places)
+            )
+            for layout in layouts
+            for places in (layout.placed(strides).places,)
         )
-    return found[0]
+    return found
+
+
+def fit(placements: Sequence[Placement], row_nbytes: int) -> bool:
+    """Whether the pages of a chunk's files lie in a row, each in a place of its own."""
+    spans = [span for placement in placements for span in plan_row(placement).spans]
+    starts = sorted((span.tensor_offset, span.nbytes) for span in spans)
+    return all(
+        start + nbytes <= following
+        for (start, nbytes), (following, _) in pairwise([*starts, (row_nbytes, 0)])
+    )
+
+
+def plan_row(placement: Placement, key_idx: int = 0, base: int = 0) -> ChunkPlan:
+    """Return the transfer of the whole chunk between its file and the row that begins at `base`."""
+    return ChunkPlan(key_idx, placement, 0, tuple(range(placement.layout.num_blocks)), base)
