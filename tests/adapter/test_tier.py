@@ -390,7 +390,7 @@ def test_slices_of_canonical_pages_are_what_the_connector_cuts():
 def test_rows_beyond_two_gib_are_found(make_rig):
     rig = make_rig()
     used = ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
-    (move,) = rig.tier._worker._plan(used, CPULoadStoreSpec([100_000]), is_load=False)
+    (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
     assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
 
 

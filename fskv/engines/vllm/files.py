@@ -115,11 +115,6 @@ def canonical_format_of(config: OffloadingConfig, num_slices: int) -> str:
     return f"{canonical_format_id(config.kv_cache_layout)}/{num_slices}"
 
 
-def slices_per_rank(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
-    tp = int(vllm_config.parallel_config.tensor_parallel_size)
-    return max(1, count_slices(vllm_config, groups) // tp)
-
-
 def canonical_files(
     groups: Sequence[EngineGroup],
     blocks_per_chunk: int,

@@ -22,7 +22,6 @@ from fskv.engines.vllm.files import (
     canonical_format_of,
     count_slices,
     own_files,
-    slices_per_rank,
 )
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import Loaded, find_loaded
@@ -227,7 +226,8 @@ def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce
 
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     # Of one file, so that engines of every topology choose the same chunks.
-    files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
+    slices = count_slices(vllm_config, groups) if config.canonical_layout else 1
+    files = max(1, slices // int(vllm_config.parallel_config.tensor_parallel_size))
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.planned_nbytes // files for group in groups],

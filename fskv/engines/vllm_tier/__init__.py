@@ -5,18 +5,12 @@ First comes a check: where vLLM lacks what the tier builds on, one sentence says
 
 from fskv.engines.vllm.version import Needed, check
 
-_BASE = "vllm.v1.kv_offload.base"
 _TIERING = "vllm.v1.kv_offload.tiering"
 NEEDED: Needed = (
     (f"{_TIERING}.base", "SecondaryTierManager", "no tiers stand behind its CPU cache"),
     (f"{_TIERING}.base", "TransferJob", ""),
     (f"{_TIERING}.base", "JobResult", ""),
     (f"{_TIERING}.spec", "TieringOffloadingSpec", ""),
-    ("vllm.v1.kv_offload.cpu.common", "CPULoadStoreSpec", ""),
-    (_BASE, "Locality", ""),
-    (_BASE, "Medium", ""),
-    (_BASE, "OffloadingMetricMetadata", ""),
-    (_BASE, "RequestOffloadingContext", ""),
 )
 
 check(needed=NEEDED)

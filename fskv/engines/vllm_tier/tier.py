@@ -28,13 +28,11 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingEvent,
-    OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from fskv.data_path.job import FileMove
@@ -63,7 +61,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-    from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadingSpec
+    from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 logger = logging.getLogger(__name__)
@@ -80,22 +78,15 @@ class RowWorker(FskvWorker):
 
     placements: Mapping[int, Sequence[Placement]]  # by group index, a file each; set before any job
 
-    def _plan(
-        self, keys: ChunkKeys, pages: BlockIDsLoadStoreSpec, *, is_load: bool
-    ) -> list[FileMove]:
-        (row_nbytes,) = self._strides
+    def _plan(self, keys: ChunkKeys, pages: Any, *, is_load: bool) -> list[FileMove]:
+        """Plan the whole of each chunk; `pages` are the numbers of their rows."""
+        (row_nbytes,), rows = self._strides, pages.tolist()  # in Python, where no product overflows
+        ranks = self._files.file_ranks
         return [
-            FileMove(
-                FileId(*chunk, file_rank),
-                plan_row(placement, n, row * row_nbytes),
-                self._use(keys, n),
-            )
-            for n, (chunk, row) in enumerate(
-                zip(keys.chunks, pages.block_ids.tolist(), strict=True)
-            )
-            for file_rank, placement in zip(
-                self._files.file_ranks, self.placements[chunk.group_idx], strict=True
-            )
+            FileMove(FileId(*chunk, file_rank), plan, self._use(keys, n))
+            for n, chunk in enumerate(keys.chunks)
+            for file_rank, placement in zip(ranks, self.placements[chunk.group_idx], strict=True)
+            for plan in (plan_row(placement, n, rows[n] * row_nbytes),)
         ]
 
 
@@ -196,9 +187,7 @@ class FskvTier(SecondaryTierManager):
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
 
     @classmethod
-    def build_metric_definitions(
-        cls, extra_config: dict[str, Any]
-    ) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return metric_definitions()
 
     # --- what is there ----------------------------------------------------------------------
@@ -260,7 +249,7 @@ class FskvTier(SecondaryTierManager):
         in_row = [one for chunk in used.chunks for one in self._placements[chunk.group_idx]]
         nbytes = sum(one.layout.content_nbytes for one in in_row)
         self._jobs[job_id] = _Job(keys, is_load=False, nbytes=nbytes)
-        rows: Any = CPULoadStoreSpec(job_metadata.chunk_ids[depths])
+        rows: Any = job_metadata.chunk_ids[depths]
         self._worker.submit_store(job_id, rows, used)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -272,7 +261,7 @@ class FskvTier(SecondaryTierManager):
             loaded[chunk] = loaded.get(chunk, 0) + 1
         use = self._manager.begin_use(keys, there=True)
         used = ChunkKeys(chunks, use=use, depths=range(len(keys)))
-        rows: Any = CPULoadStoreSpec(job_metadata.chunk_ids.tolist())
+        rows: Any = job_metadata.chunk_ids
         self._worker.submit_load(job_id, used, rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -313,10 +302,8 @@ class FskvTier(SecondaryTierManager):
             job = self._jobs.pop(result.job_id)
             good = None
             # Without success where rows were dropped: vLLM counts it, and keeps the chunks that it has.
-            success = (
-                result.job_id not in failed if job.is_load else result.transfer_size == job.nbytes
-            )
-            if job.is_load and not success:
+            success = result.transfer_size == job.nbytes
+            if job.is_load and not (success := result.job_id not in failed):
                 bad = {file.chunk for one in loads.get(result.job_id, ()) for file in one.bad}
                 good = tuple(key for key in job.keys if bad and to_chunk(key) not in bad) or None
             seconds, nbytes = result.transfer_time, result.transfer_size

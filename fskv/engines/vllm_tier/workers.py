@@ -32,7 +32,7 @@ from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
-from fskv.plan.spans import ChunkPlan, Placement
+from fskv.plan.spans import ChunkPlan, GroupLayout, Placement
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -54,10 +54,6 @@ class Report:
     prefix_caching: bool  # whether vLLM uses KV again in this engine
     max_model_len: int
     tokens_per_step: int
-
-
-# Why the tier cannot be used with a worker, or must rest; vLLM lets no worker return an error.
-Refusal = tuple[type[FskvError], str]
 
 
 def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark: str) -> Report:
@@ -114,8 +110,10 @@ def combine(reports: Sequence[Report], world_size: int, row_nbytes: int) -> Repo
     return replace(first, files=files, prefix_caching=all(each.prefix_caching for each in reports))
 
 
-def report(_worker: object, engine_id: str, config: StoreConfig, mark: str) -> Report | Refusal:
-    """Describe this worker's KV, or say in a sentence why the tier cannot be used with it.
+def report(
+    _worker: object, engine_id: str, config: StoreConfig, mark: str
+) -> Report | tuple[type[FskvError], str]:
+    """Describe this worker's KV, or say why the tier cannot be used: vLLM takes an error for a crash.
 
     Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers.
     """
@@ -222,16 +220,13 @@ def placements_of(files: WorkerFiles) -> dict[int | None, tuple[Placement, ...]]
     """
     strides = [tensor.stride(0) for tensor in files.tensors]
     offsets = [int(tensor.storage_offset()) for tensor in files.tensors]
-    found = {}
-    for file_rank, layouts in zip(files.file_ranks, files.layouts, strict=True):
-        found[file_rank] = tuple(
-            Placement(
-                layout, tuple((0, offsets[t], stride, nbytes) for t, _, stride, nbytes in places)
-            )
-            for layout in layouts
-            for places in (layout.placed(strides).places,)
-        )
-    return found
+
+    def in_row(layout: GroupLayout) -> Placement:
+        places = layout.placed(strides).places
+        return Placement(layout, tuple((0, offsets[t], stride, n) for t, _, stride, n in places))
+
+    files_of = zip(files.file_ranks, files.layouts, strict=True)
+    return {file_rank: tuple(map(in_row, layouts)) for file_rank, layouts in files_of}
 
 
 def fit(placements: Sequence[Placement], row_nbytes: int) -> bool:
