@@ -31,6 +31,7 @@ with warnings.catch_warnings():
         CanonicalKVCacheRef,
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
+        CanonicalPageMapping,
         GPULoadStoreSpec,
         LookupResult,
         ReqContext,
@@ -44,11 +45,12 @@ with warnings.catch_warnings():
 
     from demo import cpu_tiering
     from fskv.data_path.job import Job
+    from fskv.engines.vllm.files import canonical_files, own_files
     from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm.manager import ChunkKeys
     from fskv.engines.vllm_tier import tier, workers
-    from fskv.engines.vllm_tier.rows import PlacedTensor, own_rows, slice_rows
     from fskv.engines.vllm_tier.tier import FskvTier
-    from fskv.engines.vllm_tier.workers import Report, combine, placed_tensors
+    from fskv.engines.vllm_tier.workers import Report, combine
     from fskv.errors import ConfigError, RestError
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
@@ -77,15 +79,29 @@ def groups(kinds=KINDS):
     ]
 
 
-def report(rank, tensors, row_nbytes, **changes):
+def caches(tensors, refs=REFS, mapping=None):
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors],
+        [[CanonicalKVCacheRef(t, n, mapping and mapping(n)) for t, n in of] for of in refs],
+    )
+
+
+def placed(*places, blocks=1):
+    """Tensors of a row, by where they begin and their bytes of a block."""
+    row = torch.zeros(262144, dtype=torch.int8)
+    return [row[at : at + blocks * n].view(blocks, n) for at, n in places]
+
+
+def report(rank, tensors, row_nbytes, refs=REFS, num_ranks=2, **changes):
+    """A worker's answer that has these tensors in a row: (blocks, bytes) each."""
+    file_rank = rank if num_ranks > 1 else None
+    files = own_files(groups(), len(tensors[0]), caches(tensors, refs), file_rank)
     fields = {
         "rank": rank,
         "identity": make_identity(),
         "groups": groups(),
-        "tensors": tensors,
-        "refs": REFS,
+        "files": workers.placements_of(files),
         "row_nbytes": row_nbytes,
-        "num_slices": None,
         "prefix_caching": True,
         "max_model_len": 1024,
         "tokens_per_step": 64,
@@ -114,18 +130,14 @@ class Rig:
         ]
         self.workers, reports = [], []
         for rank, tensors in enumerate(self.gpu):
-            caches = CanonicalKVCaches(
-                [CanonicalKVCacheTensor(t, t.shape[1]) for t in tensors],
-                [[CanonicalKVCacheRef(t, n) for t, n in refs] for refs in REFS],
-            )
             region = SharedOffloadRegion(engine_id, rank=rank, **place)
-            worker = CPUOffloadingWorker(cpu_tiering.posing(caches), bpc, NUM_ROWS, region)
+            worker = CPUOffloadingWorker(cpu_tiering.posing(caches(tensors)), bpc, NUM_ROWS, region)
             self.workers.append(worker)
-            placed = placed_tensors(worker._store_handler.dst_tensors, bpc)
-            reports.append(report(rank, placed, self.row_nbytes))
+            row = [t[0].view(bpc, -1) for t in worker._store_handler.dst_tensors]
+            reports.append(report(rank, row, self.row_nbytes, num_ranks=num_ranks))
         self.view = self.region.create_kv_memoryview()
         self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, -1)
-        workers = combine(reports, bpc, num_ranks, self.row_nbytes)
+        workers = combine(reports, num_ranks, self.row_nbytes)
         resting = options.pop("resting", None)
         monkeypatch.setattr(tier, "ask_workers", resting or (lambda *_: workers))
         os.makedirs(root, exist_ok=True)
@@ -210,7 +222,7 @@ class Rig:
 
     @property
     def transport(self):
-        return self.tier._rows.mover._transport
+        return self.tier._worker.mover._transport
 
     # --- the tier ---------------------------------------------------------------------------
 
@@ -342,62 +354,55 @@ def test_a_tier_that_only_loads_changes_nothing(make_rig, tmp_path, monkeypatch)
 
 
 def test_what_cannot_be_a_row_is_refused():
-    placed = [PlacedTensor(0, 40960), PlacedTensor(40960, 24576)]
-    own_rows(groups(), 1, REFS, placed)
-    for wrong in (
-        [PlacedTensor(0, 40960), PlacedTensor(39999, 24576)],
-        [PlacedTensor(0, 39999), placed[1]],
-    ):
-        with pytest.raises(ValueError, match=r"overlap|longer"):
-            own_rows(groups(), 1, REFS, wrong)
-    with pytest.raises(ConfigError, match="3 whole slices"):
-        slice_rows(groups(), 1, REFS, placed, 3)
+    with pytest.raises(ValueError, match="stride"):
+        report(0, placed((0, 39999), (40960, 24576)), 65536)
+    overlapping = report(0, placed((0, 40960), (39999, 24576)), 65536)
+    with pytest.raises(ConfigError, match="overlap"):
+        combine([overlapping], 1, 65536)
 
 
 def test_slices_of_canonical_pages_are_what_the_connector_cuts():
     """Slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of it (vllm_files)."""
-    row = np.arange(4 * 65536, dtype=np.uint32).view(np.uint8)[: 2 * (40960 + 24576)]
-    placed = [PlacedTensor(0, 40960), PlacedTensor(2 * 40960, 24576)]
+    places = (0, 40960), (2 * 40960, 24576)
     refs = (((0, 40000), (1, 24000)), ((0, 30000),))
-    for number, of_slice in enumerate(slice_rows(groups(), 2, refs, placed, 4)):
-        for layout, of_group in zip(of_slice, refs, strict=True):
-            plan = layout.plan(0, 0, len(row))
-            payload = bytearray(plan.nbytes)
-            for span in plan.spans:
-                part = row[span.tensor_offset : span.tensor_offset + span.nbytes]
-                payload[span.payload_offset : span.payload_offset + span.nbytes] = part.tobytes()
-            by_hand = b""
-            for block in range(2):
-                for tensor, nbytes in of_group:
-                    start = placed[tensor].offset + block * placed[tensor].stride
-                    canonical = row[start : start + nbytes].tobytes()
-                    size = nbytes // 4
-                    by_hand += canonical[number * size : (number + 1) * size]
-            assert bytes(payload) == by_hand
+    mapped = caches(
+        placed(*places, blocks=2), refs, lambda n: CanonicalPageMapping(n, n // 2, (), 1, 0, True)
+    )
+    files = canonical_files(groups(), 2, mapped, 4, in_full=True)
+    for number, of_slice in workers.placements_of(files).items():
+        for placement, of_group in zip(of_slice, refs, strict=True):
+            spans = workers.plan_row(placement).spans  # in the payload's order, without gaps
+            found = [(span.tensor_offset, span.nbytes) for span in spans]
+            by_hand = [
+                (places[t][0] + block * places[t][1] + number * nbytes // 4, nbytes // 4)
+                for block in range(2)
+                for t, nbytes in of_group
+            ]
+            assert found == by_hand
 
 
-def test_rows_beyond_two_gib_are_found():
-    layout = own_rows(groups(), 1, REFS, [PlacedTensor(0, 40960), PlacedTensor(40960, 24576)])[0]
-    (first, *_) = layout.plan(0, np.int32(100_000), 65536).spans
-    assert first.tensor_offset == 100_000 * 65536
+def test_rows_beyond_two_gib_are_found(make_rig):
+    rig = make_rig()
+    used = ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
+    (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
+    assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
 
 
 def test_workers_that_do_not_agree_refuse_to_start():
-    placed = (PlacedTensor(0, 40960), PlacedTensor(40960, 24576))
-    beside = (PlacedTensor(65536, 40960), PlacedTensor(106496, 24576))
-    good = [report(0, placed, 131072), report(1, beside, 131072)]
-    assert combine(good, 1, 2, 131072).file_ranks == (0, 1)
-    assert combine([report(0, placed, 65536)], 1, 1, 65536).file_ranks == (None,)
+    first, beside = placed((0, 40960), (40960, 24576)), placed((65536, 40960), (106496, 24576))
+    good = [report(0, first, 131072), report(1, beside, 131072)]
+    assert [*combine(good, 2, 131072).files] == [0, 1]
+    assert [*combine([report(0, first, 65536, num_ranks=1)], 1, 65536).files] == [None]
     other = make_identity(weights="commit:" + "b" * 40)
     for reports, words in (
         (good[:1], "expected all of 2"),
         ([good[0], report(1, beside, 131072, identity=other)], "all must agree"),
         ([good[0], report(1, beside, 135168)], "rows of 135168 bytes"),
-        ([good[0], report(1, (beside[0], PlacedTensor(131072, 24576)), 131072)], "rows of"),
-        ([good[0], report(1, beside, 131072, refs=(REFS[0], ((0, 30000),)))], "different sizes"),
+        ([good[0], report(1, placed((65536, 40960), (131072, 24576)), 131072)], "do not fit"),
+        ([good[0], report(1, first, 131072)], "overlap"),
     ):
         with pytest.raises(ConfigError, match=words):
-            combine(reports, 1, 2, 131072)
+            combine(reports, 2, 131072)
 
 
 # --- failure ----------------------------------------------------------------------------------
@@ -463,8 +468,8 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     assert len(late) >= 2
     rig.rows[late] = POISON  # vLLM gives them to other chunks
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_threads_hung == 0)
-    wait_for(lambda: rig.tier._rows.mover._runner.num_running == 0)
+    wait_for(lambda: rig.poll() and rig.tier._worker.mover._runner.num_threads_hung == 0)
+    wait_for(lambda: rig.tier._worker.mover._runner.num_running == 0)
     assert (rig.rows[late] == POISON).all() == guarded
     for row in good:
         number, group = row // 2 + 1, row % 2
@@ -494,7 +499,7 @@ def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_ri
     rig.rows[:] = POISON
     rig.transport.script = faults.Script()
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_running == 0)
+    wait_for(lambda: rig.poll() and rig.tier._worker.mover._runner.num_running == 0)
     assert (rig.rows == POISON).all(), "no late write"
     # What was gathered before is what is written, whatever became of the rows.
     for path in set(rig.files()) - set(stored.values()):
@@ -521,7 +526,7 @@ def test_a_drain_that_puts_the_weights_in_doubt_gathers_nothing_more(make_rig, v
     rig.rows[:] = POISON
     rig.transport.script = faults.Script()
     rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._rows.mover._runner.num_open_stores == 0)
+    wait_for(lambda: rig.poll() and rig.tier._worker.mover._runner.num_open_stores == 0)
     assert len(rig.files()) == (4 if vouched else 2), "those that threads had gathered"
 
 
@@ -612,10 +617,11 @@ def test_options_are_refused_with_one_sentence(options, words):
 
 
 def test_a_vllm_that_hides_its_workers_refuses_to_start():
+    spec, config = SimpleNamespace(), tier.tier_config({"root": "/x"})
     with pytest.raises(ConfigError, match="cannot be used with it"):
-        workers._executor()
-    sentence = workers.report(None, "engine", tier.tier_config({"root": "/x"}), "")
-    assert isinstance(sentence, str)
+        workers.ask_workers(spec, config, 0, "")
+    kind, sentence = workers.report(None, "engine", config, "")
+    assert kind is ConfigError
     assert "FskvTier cannot be used" in sentence
 
 
@@ -657,7 +663,7 @@ def test_where_a_worker_does_not_know_its_kv_the_tier_rests(tmp_path, monkeypatc
 
 
 def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatch):
-    answers = [workers.Resting("KV layer l.7: nobody knows"), "found 1, expected 2"]
+    answers = [(RestError, "KV layer l.7: nobody knows"), (ConfigError, "found 1, expected 2")]
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
     monkeypatch.setattr(workers, "executor", lambda: executor)
     executor.vllm_config = None
@@ -669,10 +675,10 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
         workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
 
-    def find(engine_id):
+    def find():
         raise RestError("KV layer l.7: nobody knows")
 
-    monkeypatch.setattr(workers, "_tiering_connector", find)
+    monkeypatch.setattr(workers, "connectors", find)
     assert workers.report(None, "e", None, "") == answers[1]
 
 
@@ -683,7 +689,7 @@ def test_a_chunk_that_is_stored_again_gets_the_time_of_then(make_rig):
     uses = rig.tier._manager._uses
     clock = uses._clock
     uses._clock = lambda: clock() + 3600
-    stamps = rig.tier._rows.mover._uses
+    stamps = rig.tier._worker.mover._uses
     for stamp in stamps.values():  # as if it had been then
         stamp[:] = (int.from_bytes(stamp, "little") - 3600 * 10**9).to_bytes(8, "little")
     files = rig.files()

@@ -67,13 +67,8 @@ def ask(manager, keys, request, *, steps):
         manager.get_stats()
         if found is not None:
             return found
-        wait_for(lambda: all(_ended(tier, job) for job in tier._jobs.values()))
+        wait_for(lambda: tier._collect() or not tier._jobs)
     return None
-
-
-def _ended(tier, job):
-    tier._collect()
-    return job.ended is not None
 
 
 def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
@@ -198,7 +193,7 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
     them to requests whose results are stored here."""
     if not healed:
-        monkeypatch.setattr("fskv.engines.vllm_tier.tier.resetting_scheduler", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm.quirks.resetting_scheduler", lambda: None)
     rig = make_rig()
     scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
         vllm_scheduler.OffloadingConnectorScheduler
@@ -233,7 +228,7 @@ def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F8
     for _ in range(20):
         assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     rig.tier.on_request_finished(REQUEST)
-    mover = rig.tier._rows.mover
+    mover = rig.tier._worker.mover
     for kept in (mover._ending._open, mover._ending._bad, mover._news, mover._runner._jobs):
         assert not kept
     for kept in (rig.tier._jobs, rig.tier._requests):

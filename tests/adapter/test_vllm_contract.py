@@ -449,11 +449,11 @@ def _load_without(missing: str):
 
 def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
     from fskv.engines.vllm import version
-    from fskv.engines.vllm_tier import version as version_tier
+    from fskv.engines.vllm_tier import NEEDED
     from fskv.errors import ConfigError
 
     version.check()
-    for needed in (version._NEEDED, version_tier.NEEDED):
+    for needed in (version._NEEDED, NEEDED):
         version.check(_load_without("nothing"), needed)
         for module, name, _ in needed:
             for missing in (module, f"{module}.{name}"):

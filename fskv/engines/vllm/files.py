@@ -21,10 +21,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping, CopyRun
 
 from fskv.engines.vllm.identity import EngineGroup
-from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of, whole_rows
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
@@ -99,30 +98,6 @@ def own_files(
     return WorkerFiles(tuple(t.tensor for t in kv_caches.tensors), (layouts,), (file_rank,))
 
 
-def rank_files(
-    vllm_config: VllmConfig,
-    config: OffloadingConfig,
-    groups: Sequence[EngineGroup],
-    blocks_per_chunk: int,
-    kv_caches: CanonicalKVCaches,
-) -> tuple[WorkerFiles, str | None]:
-    """Return this rank's files and, with `canonical_layout`, the name of the format of their pages.
-
-    Raises ConfigError where a setting must be another one, RestError where it is not known where KV lies.
-    """
-    num_blocks = blocks_in(kv_caches)
-    places = places_of(vllm_config, groups, num_blocks)
-    if not config.canonical_layout:
-        rows = whole_rows(vllm_config, groups, places, kv_caches)
-        file_rank = config.parallel.rank if config.parallel.world_size > 1 else None
-        return own_files(groups, blocks_per_chunk, rows, file_rank), None
-    of = "option 'canonical_layout'"
-    check_rows(vllm_config, groups, places, rows_of(kv_caches), num_blocks, of=of)
-    num_slices = count_slices(vllm_config, groups)
-    canonical_format = canonical_format_of(config, num_slices)
-    return canonical_files(groups, blocks_per_chunk, kv_caches, num_slices), canonical_format
-
-
 def count_slices(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
     """Return into how many slices canonical pages are cut: the same for every topology of a model."""
     replicated = {group.spec.kind is GroupKind.MLA for group in groups}
@@ -140,18 +115,15 @@ def canonical_format_of(config: OffloadingConfig, num_slices: int) -> str:
     return f"{canonical_format_id(config.kv_cache_layout)}/{num_slices}"
 
 
-def slices_per_rank(vllm_config: VllmConfig, groups: Sequence[EngineGroup]) -> int:
-    tp = int(vllm_config.parallel_config.tensor_parallel_size)
-    return max(1, count_slices(vllm_config, groups) // tp)
-
-
 def canonical_files(
     groups: Sequence[EngineGroup],
     blocks_per_chunk: int,
     kv_caches: CanonicalKVCaches,
     num_slices: int,
+    *,
+    in_full: bool = False,
 ) -> WorkerFiles:
-    """Return the files of a rank that stores slices of canonical pages.
+    """Return the files of a rank that stores slices of canonical pages; `in_full`: it has all.
 
     Raises ConfigError where vLLM does not certify a layer's page as free of topology, or where this rank's
     pages are not made of whole slices.
@@ -166,6 +138,10 @@ def canonical_files(
             mapping = ref.mapping
             if mapping is None or not mapping.parallelism_agnostic:
                 raise _refusal(f"vLLM does not certify the pages of KV group {group.kind}")
+            if in_full:
+                nbytes = mapping.canonical_page_size_bytes
+                runs = (CopyRun(0, 0, nbytes, 1, 0, 0),)
+                mapping = CanonicalPageMapping(nbytes, nbytes, runs, 1, 0, True)
             offsets = slice_offsets(mapping, num_slices)
             if offsets is None:
                 raise _refusal(

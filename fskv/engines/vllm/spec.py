@@ -9,26 +9,32 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.files import rank_files, slices_per_rank
+from fskv.engines.vllm.files import (
+    WorkerFiles,
+    canonical_files,
+    canonical_format_of,
+    count_slices,
+    own_files,
+)
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
-from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.loaded import Loaded, find_loaded
 from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
-from fskv.engines.vllm.places import blocks_in
+from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of, whole_rows
 from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
-from fskv.namespace import Identity
+from fskv.namespace import Identity, Json
 from fskv.root.neighbours import beside
-from fskv.root.root import NamespaceDir, Root
+from fskv.root.root import Root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,10 +43,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Worker = TypeVar("_Worker", bound=FskvWorker)
 _SETUP_KEY = (
     "fskv_setup"  # carries Setup through vLLM's spec factory; never in a user's configuration
 )
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
 
 @dataclass(frozen=True)
@@ -84,64 +91,25 @@ class FskvOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> FskvWorker:
         """Derive the identity, open the namespace and start the I/O; raises FskvError."""
         self.has_begun = True
-        setup = self._setup
-        bpc = setup.geometry.blocks_per_chunk
-        config, parallel = setup.config, self.config.parallel
-        vllm_config = setup.vllm_config
-        files, canonical_format = rank_files(vllm_config, self.config, setup.groups, bpc, kv_caches)
-        layouts = files.layouts[0]
-        in_page = page_layouts(
-            vllm_config, setup.groups, blocks_in(kv_caches), canonical=config.canonical_layout
+        setup, parallel = self._setup, self.config.parallel
+        vllm_config, config = setup.vllm_config, setup.config
+        files, identity, in_page, loaded = find(
+            vllm_config, config, self.config, setup.groups, kv_caches
         )
-        loaded = find_loaded(vllm_config)
-        identity = call_with_deadline(
-            lambda: build_identity(
-                setup.vllm_config,
-                config,
-                setup.groups,
-                [tuple(page.nbytes for page in layout.pages) for layout in layouts],
-                bpc,
-                self.config.cache.tokens_per_hash,
-                in_page,
-                canonical_format,
-                loaded,
-            ),
-            _FINGERPRINT_S,
-            "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
-        )
-        directory, others = call_with_deadline(
-            lambda: _open_namespace(config, identity),
-            START_UP_S,
-            f"option 'root': {config.root} did not answer",
-        )
-        tokens = setup.vllm_config.model_config.max_model_len
-        specs = [group.spec for group in setup.groups]
-        num_files, nbytes = hit_cost(specs, list(layouts), bpc, tokens)
-        logger.info(
-            "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB a rank",
-            directory.path,
-            setup.geometry.tokens_per_chunk[0],
-            tokens,
-            num_files * len(files.layouts),
-            nbytes * len(files.layouts) / MIB,
-        )
-        if others and parallel.rank == 0:
-            logger.info("fskv: %s", others)
         loaded.note_reloads()
-        self.worker = worker = FskvWorker(
+        self.worker = worker = open_worker(
+            FskvWorker,
             config,
+            identity,
             setup.groups,
             files,
-            directory,
-            restore=lambda: Root.of(config, create=False).open_namespace(identity),
+            vllm_config.model_config.max_model_len,
             rank=parallel.rank,
             world_size=parallel.world_size,
             # With one stage those of its groups are in the manifest.
-            layouts=in_page
-            if setup.vllm_config.parallel_config.pipeline_parallel_size > 1
-            else None,
+            layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else None,
             # Some layers turn it off while they are built, in this process alone.
-            prefix_caching=reuses_kv(setup.vllm_config),
+            prefix_caching=reuses_kv(vllm_config),
             reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
         )
         loaded.at_rest.append(lambda: worker.at_rest)
@@ -155,10 +123,90 @@ class FskvOffloadingSpec(OffloadingSpec):
         return resting
 
 
-def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, str]:
-    """Open this engine's namespace; the second says what is beside it, "" where that is of no interest."""
-    directory = Root.of(config).open_namespace(identity)
-    return directory, beside(config.root, identity)
+def find(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    engine: OffloadingConfig,
+    groups: list[EngineGroup],
+    kv_caches: CanonicalKVCaches,
+    row: CanonicalKVCaches | None = None,
+) -> tuple[WorkerFiles, Identity, dict[str, Json], Loaded]:
+    """Return a rank's files, the identity of its KV, how pages are laid out inside, and what is loaded.
+
+    `row` is where vLLM's CPU tier has the blocks of a chunk: then the files' pages are there.
+
+    Raises ConfigError where a setting must be another one, RestError where it is not known where KV lies.
+    """
+    num_blocks, bpc = blocks_in(kv_caches), engine.cache.blocks_per_chunk
+    places = places_of(vllm_config, groups, num_blocks)
+    canonical_format = None
+    if engine.canonical_layout or row is not None:
+        of = "option 'canonical_layout'" if row is None else "vLLM's CPU tier"
+        check_rows(vllm_config, groups, places, rows_of(kv_caches), num_blocks, of=of)
+    if engine.canonical_layout:
+        slices = count_slices(vllm_config, groups)
+        canonical_format = canonical_format_of(engine, slices)
+        files = canonical_files(groups, bpc, row or kv_caches, slices, in_full=row is not None)
+    else:
+        file_rank = engine.parallel.rank if engine.parallel.world_size > 1 else None
+        row = row or whole_rows(vllm_config, groups, places, kv_caches)
+        files = own_files(groups, bpc, row, file_rank)
+    in_page = page_layouts(vllm_config, groups, num_blocks, canonical=engine.canonical_layout)
+    loaded = find_loaded(vllm_config)
+    identity = call_with_deadline(
+        lambda: build_identity(
+            vllm_config,
+            config,
+            groups,
+            [tuple(page.nbytes for page in layout.pages) for layout in files.layouts[0]],
+            bpc,
+            engine.cache.tokens_per_hash,
+            in_page,
+            canonical_format,
+            loaded,
+        ),
+        FINGERPRINT_S,
+        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+    )
+    return files, identity, in_page, loaded
+
+
+def open_worker(
+    kind: type[_Worker],
+    config: StoreConfig,
+    identity: Identity,
+    groups: list[EngineGroup],
+    files: WorkerFiles,
+    max_model_len: int,
+    **options: Any,
+) -> _Worker:
+    """Open the namespace and start the I/O; `options` are those of FskvWorker. Raises FskvError."""
+    directory, others = call_with_deadline(
+        lambda: (Root.of(config).open_namespace(identity), beside(config.root, identity)),
+        START_UP_S,
+        f"option 'root': {config.root} did not answer",
+    )
+    specs, layouts = [group.spec for group in groups], files.layouts[0]
+    bpc = layouts[0].num_blocks
+    num_files, nbytes = hit_cost(specs, list(layouts), bpc, max_model_len)
+    logger.info(
+        "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB in this process",
+        directory.path,
+        specs[0].tokens_per_block * bpc,
+        max_model_len,
+        num_files * len(files.layouts),
+        nbytes * len(files.layouts) / MIB,
+    )
+    if others and options["rank"] == 0:
+        logger.info("fskv: %s", others)
+    return kind(
+        config,
+        groups,
+        files,
+        directory,
+        restore=lambda: Root.of(config, create=False).open_namespace(identity),
+        **options,
+    )
 
 
 def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> Setup:
@@ -180,7 +228,8 @@ def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce
 
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     # Of one file, so that engines of every topology choose the same chunks.
-    files = slices_per_rank(vllm_config, groups) if config.canonical_layout else 1
+    slices = count_slices(vllm_config, groups) if config.canonical_layout else 1
+    files = max(1, slices // int(vllm_config.parallel_config.tensor_parallel_size))
     geometry = plan_geometry(
         [group.spec for group in groups],
         [group.planned_nbytes // files for group in groups],

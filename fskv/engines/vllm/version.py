@@ -37,6 +37,10 @@ _NEEDED: Needed = (
     ("vllm.v1.kv_offload.base", "OffloadingWorker", ""),
     ("vllm.v1.kv_offload.base", "OffloadingHistogramMetadata", ""),
     ("vllm.v1.kv_offload.base", "ScheduleEndContext", ""),
+    ("vllm.v1.kv_offload.base", "OffloadingMetricMetadata", ""),
+    ("vllm.v1.kv_offload.base", "RequestOffloadingContext", ""),
+    ("vllm.v1.kv_offload.base", "Locality", ""),
+    ("vllm.v1.kv_offload.base", "Medium", ""),
     ("vllm.v1.kv_offload.config", "OffloadingConfig", ""),
     ("vllm.v1.metrics.cache_hit_source", "CacheHitSource", ""),
 )

@@ -5,7 +5,7 @@ into a row of that memory, from where vLLM copies it to the GPU. What is stored 
 row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
 other's files.
 
-FskvManager decides what is there and what may be stored, RowMover moves the bytes; here their answers become
+FskvManager decides what is there and what may be stored, a worker moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
 and its guard refuses the row to the late thread, because vLLM gives the row to another chunk.
 
@@ -15,23 +15,19 @@ constructor (docs/vllm.md, "As a tier behind vLLM's CPU cache").
 
 from __future__ import annotations
 
-# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
-import fskv.engines.vllm_tier.version  # noqa: F401  # isort: skip
-
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
-    OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -39,29 +35,27 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from fskv.config import MIB, StoreConfig
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.job import FileMove
+from fskv.engines.vllm import quirks
 from fskv.engines.vllm.events import KvEvents
-from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, FskvManager, to_chunk
-from fskv.engines.vllm.metrics import metric_definitions, to_stats
-from fskv.engines.vllm.quirks import (
-    begin_block_lists_anew,
-    forget_past_blocks,
-    heed_caps,
-    reserve_windows,
-    reserving_scheduler,
-    resetting_scheduler,
+from fskv.engines.vllm.files import WorkerFiles
+from fskv.engines.vllm.manager import (
+    PREFIX_CACHING_OFF,
+    ChunkKeys,
+    FskvHandshake,
+    FskvManager,
+    to_chunk,
 )
-from fskv.engines.vllm_tier.io import RestingRows, RowMover
-from fskv.engines.vllm_tier.rows import rows_of
-from fskv.engines.vllm_tier.workers import Workers, ask_workers
+from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.spec import open_worker
+from fskv.engines.vllm.worker import FskvWorker, RestingWorker
+from fskv.engines.vllm_tier.workers import ask_workers, plan_row
 from fskv.errors import FskvError, RestError
-from fskv.hybrid_planner import GroupKind, hit_cost
+from fskv.hybrid_planner import GroupKind
 from fskv.kv_transfer.options import tier_config
 from fskv.offload.lookup import patience
-from fskv.root.neighbours import beside
-from fskv.root.root import Root
-from fskv.types import ChunkId
+from fskv.plan.spans import Placement
+from fskv.types import ChunkId, FileId
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -70,29 +64,43 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-    from fskv.engines.vllm.identity import EngineGroup
-
 logger = logging.getLogger(__name__)
 
-# After its jobs were given up an I/O thread has at most a line of bookkeeping left.
-_DRAIN_S = 5.0
 # A chunk that lost its row before its request could use it is loaded once more; then it is computed.
 _MAX_TIMES_LOADED = 2
 
 
+class RowWorker(FskvWorker):
+    """A FskvWorker whose pages are rows of the CPU tier, those of all ranks.
+
+    Its only tensor is the tier, int8 (rows, bytes). It must stay mapped until `shutdown` has returned.
+    """
+
+    placements: Mapping[int, Sequence[Placement]]  # by group index, a file each; set before any job
+
+    def _plan(self, keys: ChunkKeys, pages: Any, *, is_load: bool) -> list[FileMove]:
+        """Plan the whole of each chunk; `pages` are the numbers of their rows."""
+        (row_nbytes,), rows = self._strides, pages.tolist()  # in Python, where no product overflows
+        ranks = self._files.file_ranks
+        return [
+            FileMove(FileId(*chunk, file_rank), plan, self._use(keys, n))
+            for n, chunk in enumerate(keys.chunks)
+            for file_rank, placement in zip(ranks, self.placements[chunk.group_idx], strict=True)
+            for plan in (plan_row(placement, n, rows[n] * row_nbytes),)
+        ]
+
+
 @dataclass
-class _Open:
-    """A job of vLLM's that was not reported yet."""
+class _Job:
+    """A job of vLLM's whose rows are not free yet."""
 
     keys: list[OffloadKey]
     is_load: bool
     nbytes: int = 0  # of a store: what it has
-    bad: set[ChunkId] = field(default_factory=set)  # of a load
-    ended: tuple[int, float] | None = None  # bytes and seconds, once the rows are free
 
 
 class FskvTier(SecondaryTierManager):
-    """See the module docstring."""
+    """Files behind vLLM's CPU tier: vLLM's jobs of rows become jobs of a worker, where the manager agrees."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -107,10 +115,11 @@ class FskvTier(SecondaryTierManager):
     ) -> None:
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        begin_block_lists_anew()
-        heed_caps()
+        quirks.begin_block_lists_anew()
+        quirks.heed_caps()
         self.locality = None if locality is None else Locality(locality)
-        self._jobs: dict[int, _Open] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[JobResult] = []  # since `get_finished_jobs`
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
@@ -118,39 +127,67 @@ class FskvTier(SecondaryTierManager):
         self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
+        # Of a chunk in a row, by group index; of a tier that rests none is known.
+        self._placements: dict[int, tuple[Placement, ...]] = {}
+        self._reuses_blocks = False  # of some groups vLLM does, while their request runs
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
         try:
             self._config = tier_config(options)
-            self._rows, self._manager, groups = self._open(offloading_spec, primary_kv_view, mark)
-            self._manager.locality = self.locality or self._manager.locality
+            self._open(offloading_spec, primary_kv_view, mark)
         except FskvError as error:
             logger.error("fskv: %s", error)
             os.close(self._mark)
             raise
         finally:
             os.unlink(mark)
-        # Blocks of such groups are freed and used again while their request runs.
-        kinds = {group.spec.kind for group in groups}
+        self._manager.locality = self.locality or self._manager.locality
+
+    def _open(self, spec: OffloadingSpec, view: memoryview, mark: str) -> None:
+        """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
+        config, rank = self._config, spec.config.parallel.data_parallel_index
+        self._worker: RowWorker | RestingWorker
+        try:
+            found = ask_workers(spec, config, self.block_size_bytes, mark)
+        except RestError as error:
+            self._worker = RestingWorker(FskvHandshake.resting(0, 1, str(error)))
+            self._manager = FskvManager(config, 1, engine_rank=rank)
+            self._manager.rest(str(error))
+            return
+        # Not through numpy, which would hold the buffer: vLLM releases it when the engine stops.
+        memory = torch.frombuffer(view, dtype=torch.int8).view(self._num_rows, -1)
+        layouts = tuple(tuple(one.layout for one in of_file) for of_file in found.files.values())
+        self._worker = worker = open_worker(
+            RowWorker,
+            config,
+            found.identity,
+            found.groups,
+            WorkerFiles((memory,), layouts, tuple(found.files)),
+            found.max_model_len,
+            rank=0,
+            world_size=1,
+        )
+        for of_group in zip(*found.files.values(), strict=True):
+            self._placements[of_group[0].layout.group_idx] = of_group
+        worker.placements = self._placements
+        bpc = worker.handshake.blocks_per_chunk
+        tokens_per_chunk = [group.spec.tokens_per_block * bpc for group in found.groups]
+        self._manager = FskvManager(
+            config,
+            bpc,
+            KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
+            chunks_per_step=-(-found.tokens_per_step // min(tokens_per_chunk)),
+            engine_rank=rank,
+        )
+        self._manager.chunks.presence.recompute_s = patience(tokens_per_chunk)
+        self._manager.set_workers([worker.handshake])
+        if not found.prefix_caching:
+            self._manager.turn_off(PREFIX_CACHING_OFF)
+        kinds = {group.spec.kind for group in found.groups}
         self._reuses_blocks = bool(kinds - {GroupKind.FULL, GroupKind.MLA})
 
-    def _open(
-        self, spec: OffloadingSpec, view: memoryview, mark: str
-    ) -> tuple[RowMover | RestingRows, FskvManager, Sequence[EngineGroup]]:
-        """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
-        try:
-            workers = ask_workers(spec, self._config, self.block_size_bytes, mark)
-        except RestError as error:
-            rank = spec.config.parallel.data_parallel_index
-            manager = FskvManager(self._config, 1, engine_rank=rank)
-            manager.rest(str(error))
-            return RestingRows(), manager, ()
-        return *_open(self._config, workers, spec, view), workers.groups
-
     @classmethod
-    def build_metric_definitions(
-        cls, extra_config: dict[str, Any]
-    ) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return metric_definitions()
 
     # --- what is there ----------------------------------------------------------------------
@@ -179,8 +216,8 @@ class FskvTier(SecondaryTierManager):
             self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self._reserves and (scheduler := reserving_scheduler()) is not None:
-            reserve_windows(scheduler)
+        if not self._reserves and (scheduler := quirks.reserving_scheduler()) is not None:
+            quirks.reserve_windows(scheduler)
             self._reserves = True
         self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
@@ -203,34 +240,34 @@ class FskvTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._look_for_reloads()
-        rows = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
-        job = _Open(list(job_metadata.keys), is_load=False)
-        use = self._manager.begin_use(job.keys, there=False)  # before anything is on its way
-        taken = self._manager.prepare_store(job.keys, job_metadata.req_context).keys_to_store
-        self._jobs[job_metadata.job_id] = job
-        depths = {key: depth for depth, key in enumerate(job.keys)}
-        uses = [(use, depths[key]) for key in taken]
-        chunks = [to_chunk(key) for key in taken]
-        job.nbytes = self._rows.store(
-            job_metadata.job_id, chunks, [rows[key] for key in taken], uses
-        )
+        keys, job_id = list(job_metadata.keys), job_metadata.job_id
+        use = self._manager.begin_use(keys, there=False)  # before anything is on its way
+        taken = self._manager.prepare_store(keys, job_metadata.req_context).keys_to_store
+        at = {key: depth for depth, key in enumerate(keys)}
+        depths = [at[key] for key in taken]
+        used = ChunkKeys([to_chunk(key) for key in taken], use=use, depths=depths)
+        in_row = [one for chunk in used.chunks for one in self._placements[chunk.group_idx]]
+        nbytes = sum(one.layout.content_nbytes for one in in_row)
+        self._jobs[job_id] = _Job(keys, is_load=False, nbytes=nbytes)
+        rows: Any = job_metadata.chunk_ids[depths]
+        self._worker.submit_store(job_id, rows, used)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
+        keys, job_id = list(job_metadata.keys), job_metadata.job_id
+        self._jobs[job_id] = _Job(keys, is_load=True)
         chunks = [to_chunk(key) for key in keys]
-        job_id = job_metadata.job_id
-        self._jobs[job_id] = _Open(keys, is_load=True)
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
         use = self._manager.begin_use(keys, there=True)
-        uses = [(use, depth) for depth in range(len(keys))]
-        self._rows.load(job_id, chunks, job_metadata.chunk_ids.tolist(), uses)
+        used = ChunkKeys(chunks, use=use, depths=range(len(keys)))
+        rows: Any = job_metadata.chunk_ids
+        self._worker.submit_load(job_id, used, rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
-        done = [job_id for job_id, job in self._jobs.items() if job.ended is not None]
-        return [self._result(job_id) for job_id in done]
+        results, self._results = self._results, []
+        return results
 
     def drain_jobs(self) -> None:
         """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
@@ -243,27 +280,15 @@ class FskvTier(SecondaryTierManager):
         """
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
-            self._rows.mover.free_pages(set(self._jobs))
+            self._worker.wait(set(self._jobs))
         else:
-            self._rows.mover.drop()
-        end = time.monotonic() + _DRAIN_S
-        while True:
-            self._collect()
-            late = [job for job in self._jobs.values() if job.ended is None]
-            if not late:
-                break
-            if time.monotonic() > end:  # a bug; the rows are free all the same
-                logger.error("fskv: %d jobs without an outcome are reported as failed", len(late))
-                for job in late:
-                    job.ended = (0, 0.0)
-                    job.bad.update(to_chunk(key) for key in job.keys if job.is_load)
-                break
-            time.sleep(0.001)
+            self._worker.drop_jobs()
+        self._collect()  # all of them
         if self._reuses_blocks:
             # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
             # whoever takes them from there stores what follows from them here.
-            if (scheduler := resetting_scheduler()) is not None:
-                forget_past_blocks(scheduler)
+            if (scheduler := quirks.resetting_scheduler()) is not None:
+                quirks.forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.exclude_request(req_id)
         self._manager.forget_announced()
@@ -271,23 +296,19 @@ class FskvTier(SecondaryTierManager):
 
     def _collect(self) -> None:
         """Take the news of the I/O threads."""
-        for ended in self._rows.mover.poll():
-            job = self._jobs.get(ended.job_id)
-            if job is not None:
-                job.ended = ended.nbytes, ended.seconds
-                job.bad.update(file.chunk for file in ended.bad)
-        self._manager.on_news(self._rows.mover.take_news())
-
-    def _result(self, job_id: int) -> JobResult:
-        job = self._jobs.pop(job_id)
-        nbytes, seconds = job.ended or (0, 0.0)
-        if not job.is_load:
+        ended, loads = self._worker.get_finished(), self._worker.take_loads()
+        failed = self._worker.take_failed_jobs()
+        for result in ended:
+            job = self._jobs.pop(result.job_id)
+            good = None
             # Without success where rows were dropped: vLLM counts it, and keeps the chunks that it has.
-            return JobResult(job_id, nbytes == job.nbytes, None, seconds, nbytes)
-        if not job.bad:
-            return JobResult(job_id, success=True, transfer_time=seconds, transfer_bytes=nbytes)
-        good = [key for key in job.keys if to_chunk(key) not in job.bad]
-        return JobResult(job_id, False, tuple(good) or None, seconds, nbytes)
+            success = result.transfer_size == job.nbytes
+            if job.is_load and not (success := result.job_id not in failed):
+                bad = {file.chunk for one in loads.get(result.job_id, ()) for file in one.bad}
+                good = tuple(key for key in job.keys if bad and to_chunk(key) not in bad) or None
+            seconds, nbytes = result.transfer_time, result.transfer_size
+            self._results.append(JobResult(result.job_id, success, good, seconds, nbytes))
+        self._manager.on_news(self._worker.take_news())
 
     # --- the rest ---------------------------------------------------------------------------
 
@@ -298,65 +319,13 @@ class FskvTier(SecondaryTierManager):
         # vLLM asks once for every step whose output it has.
         self._steps_open = max(0, self._steps_open - 1)
         self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
-        mover, of_manager = self._rows.mover, self._manager.get_stats()
-        counters = mover.counters
-        of_worker = to_stats(counters.drain(), mover.gauges(), counters.drain_observed())
+        of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
         if of_manager is None or of_worker is None:
             return of_manager or of_worker
         of_manager.aggregate(of_worker)
         return of_manager
 
     def shutdown(self) -> None:
-        self._rows.mover.close()
+        self._worker.shutdown()
         self._manager.shutdown()
         os.close(self._mark)
-
-
-def _open(
-    config: StoreConfig, workers: Workers, spec: OffloadingSpec, view: memoryview
-) -> tuple[RowMover, FskvManager]:
-    """Open the namespace and start the I/O; raises FskvError."""
-    identity = workers.identity
-    directory, others = call_with_deadline(
-        lambda: (Root.of(config).open_namespace(identity), beside(config.root, identity)),
-        START_UP_S,
-        f"option 'root': {config.root} did not answer",
-    )
-    specs = [group.spec for group in workers.groups]
-    layouts = [row.layout for row in workers.rows[0]]
-    bpc = layouts[0].num_blocks
-    tokens_per_chunk = [group.tokens_per_block * bpc for group in specs]
-    num_files, nbytes = hit_cost(specs, layouts, bpc, workers.max_model_len)
-    logger.info(
-        "fskv: namespace %s; %d tokens a chunk; a hit of %d tokens reads %d files, %.1f MiB",
-        directory.path,
-        tokens_per_chunk[0],
-        workers.max_model_len,
-        num_files * len(workers.rows),
-        nbytes * len(workers.rows) / MIB,
-    )
-    if others:
-        logger.info("fskv: %s", others)
-    rows = RowMover(
-        config,
-        workers,
-        rows_of(view),
-        directory,
-        restore=lambda: Root.of(config, create=False).open_namespace(identity),
-    )
-    manager = FskvManager(
-        config,
-        bpc,
-        KvEvents.enabled_by(spec.kv_events_config, tokens_per_chunk[0]),
-        chunks_per_step=-(-workers.tokens_per_step // min(tokens_per_chunk)),
-        engine_rank=spec.config.parallel.data_parallel_index,
-    )
-    manager.chunks.presence.recompute_s = patience(tokens_per_chunk)
-    try:
-        manager.set_workers([rows.handshake])
-        if not workers.prefix_caching:
-            manager.turn_off(PREFIX_CACHING_OFF)
-    except FskvError:
-        rows.mover.close()
-        raise
-    return rows, manager

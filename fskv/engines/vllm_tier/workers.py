@@ -3,87 +3,72 @@
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
 workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.quirks). A
-worker reads the places from the object that copies between GPU and row, and derives the identity with the
-functions that FskvConnector uses; all must agree. What cannot be found refuses to start.
+worker reads the places from the object that copies between GPU and row, and derives the identity as it does
+for FskvConnector; all must agree. What cannot be found refuses to start.
+
+VLLM's tiering copies every chunk into one row of shared memory: the ranks side by side, in each the tensors
+side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding
+to 4096 bytes. A row holds the chunk of one KV group, so what other groups have of a tensor is padding too.
+Canonical pages are there once for all ranks. A file holds the bytes that FskvConnector takes from the GPU:
+block by block, page by page, no padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
-from fskv.data_path.threads import call_with_deadline
-from fskv.engines.vllm.files import canonical_format_of, count_slices
-from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
-from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.identity import EngineGroup, engine_groups, reuses_kv
 from fskv.engines.vllm.media import make_keys_strict
-from fskv.engines.vllm.page_layout import page_layouts
-from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
-from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
+from fskv.engines.vllm.spec import FINGERPRINT_S, find
 from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
-from fskv.plan.spans import GroupLayout
+from fskv.plan.spans import ChunkPlan, GroupLayout, Placement
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
-_ANSWER_S = _FINGERPRINT_S + 60.0
+    from fskv.engines.vllm.files import WorkerFiles
+
+_ANSWER_S = FINGERPRINT_S + 60.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """One worker's answer; pickled."""
+    """One worker's answer, or that of all together; pickled."""
 
     rank: int
     identity: Identity
     groups: list[EngineGroup]
-    tensors: tuple[PlacedTensor, ...]
-    refs: tuple[tuple[tuple[int, int], ...], ...]  # (tensor, bytes in a chunk's file) by group
+    files: dict[int | None, tuple[Placement, ...]]  # by the rank in a file's name, then by group
     row_nbytes: int
-    num_slices: int | None  # of a canonical page, None for pages of the rank's own
-    prefix_caching: bool
-    max_model_len: int
-    tokens_per_step: int
-
-
-@dataclass(frozen=True)
-class Resting:
-    """The answer of a worker that does not know its KV; pickled."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Workers:
-    """All workers together; `rows[i][g]` is file i's payload of the group at position g."""
-
-    identity: Identity
-    groups: list[EngineGroup]
-    rows: tuple[tuple[RowLayout, ...], ...]
-    file_ranks: tuple[int | None, ...]
     prefix_caching: bool  # whether vLLM uses KV again in this engine
     max_model_len: int
     tokens_per_step: int
 
 
-def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark: str) -> Workers:
+def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark: str) -> Report:
     """Have every worker report; raises ConfigError where one cannot, or where they do not agree.
 
     Raises RestError where one does not know its KV.
 
     From then on a worker whose weights are loaded again writes to the file `mark`.
     """
-    engine = _executor()
+    engine = executor()
+    if engine is None:
+        raise ConfigError(
+            "this vLLM does not build its secondary tiers where FskvTier can reach the engine's workers, so "
+            "it cannot be used with it"
+        )
     # The tier is not told which requests have media, so all of them must have keys that hold their content.
     unfit = make_keys_strict(engine.vllm_config, checked="media" not in config.trust)
     if unfit and engine.vllm_config.model_config.is_multimodal_model:
@@ -93,129 +78,88 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
     answers = engine.collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config, mark)
     )
-    reports = []
     for answer in answers:
-        if isinstance(answer, str):
-            raise ConfigError(answer)
-        if isinstance(answer, Resting):
-            raise RestError(answer.reason)
-        reports.append(answer)
-    workers = combine(reports, spec.blocks_per_chunk, spec.config.parallel.world_size, row_nbytes)
+        if not isinstance(answer, Report):
+            kind, sentence = answer
+            raise kind(sentence)
+    found = combine(answers, spec.config.parallel.world_size, row_nbytes)
     # The engine core turns it off for models whose prompts are not causal, after the workers were made.
     here = reuses_kv(engine.vllm_config)
-    return replace(workers, prefix_caching=workers.prefix_caching and here)
+    return replace(found, prefix_caching=found.prefix_caching and here)
 
 
-def combine(
-    reports: Sequence[Report], blocks_per_chunk: int, world_size: int, row_nbytes: int
-) -> Workers:
-    """Put the reports together; raises ConfigError unless they are of one engine and fit a row."""
+def combine(reports: Sequence[Report], world_size: int, row_nbytes: int) -> Report:
+    """Make one of the reports; raises ConfigError unless they are of one engine and fit a row."""
     reports = sorted(reports, key=lambda r: r.rank)
     if [r.rank for r in reports] != list(range(world_size)):
         raise ConfigError(
             f"workers {[r.rank for r in reports]} reported their KV, expected all of {world_size}"
         )
     first = reports[0]
-    for other in reports[1:]:
-        if other.identity != first.identity:
+    files: dict[int | None, tuple[Placement, ...]] = {}
+    for each in reports:
+        if (each.identity, each.row_nbytes) != (first.identity, row_nbytes):
             raise ConfigError(
-                f"rank {other.rank} derived namespace {directory_of(other.identity)}, rank {first.rank} "
-                f"{directory_of(first.identity)}: all must agree"
+                f"rank {each.rank} derived namespace {directory_of(each.identity)} with rows of "
+                f"{each.row_nbytes} bytes in vLLM's CPU tier, rank {first.rank} "
+                f"{directory_of(first.identity)} and the scheduler rows of {row_nbytes}: all must agree"
             )
-    if first.num_slices is not None:
-        rows = slice_rows(
-            first.groups, blocks_per_chunk, first.refs, first.tensors, first.num_slices
-        )
-        file_ranks: tuple[int | None, ...] = (
-            (None,) if first.num_slices == 1 else tuple(range(first.num_slices))
-        )
-    else:
-        rows = tuple(own_rows(r.groups, blocks_per_chunk, r.refs, r.tensors) for r in reports)
-        file_ranks = (None,) if world_size == 1 else tuple(r.rank for r in reports)
-    for report_, of_file in zip(reports, rows, strict=False):
-        if report_.row_nbytes != row_nbytes or any(row.end > row_nbytes for row in of_file):
-            raise ConfigError(
-                f"rank {report_.rank} has rows of {report_.row_nbytes} bytes in vLLM's CPU tier, the "
-                f"scheduler rows of {row_nbytes}: all must agree"
-            )
-    for of_group in zip(*rows, strict=True):
-        if len({tuple(page.nbytes for page in row.layout.pages) for row in of_group}) != 1:
-            raise ConfigError("the ranks have pages of different sizes; expected all alike")
-    return Workers(
-        first.identity,
-        first.groups,
-        rows,
-        file_ranks,
-        all(each.prefix_caching for each in reports),
-        first.max_model_len,
-        first.tokens_per_step,
-    )
+        files |= each.files  # of canonical pages each rank reports all
+    if not all(fit(of_group, row_nbytes) for of_group in zip(*files.values(), strict=True)):
+        raise ConfigError("the ranks' pages overlap in vLLM's CPU tier, or do not fit a row")
+    return replace(first, files=files, prefix_caching=all(each.prefix_caching for each in reports))
 
 
 def report(
     _worker: object, engine_id: str, config: StoreConfig, mark: str
-) -> Report | Resting | str:
-    """Describe this worker's KV, or say in a sentence why the tier cannot be used with it.
+) -> Report | tuple[type[FskvError], str]:
+    """Describe this worker's KV, or say why the tier cannot be used: vLLM takes an error for a crash.
 
     Runs in the worker's process, on vLLM's thread, after the KV cache was bound to its layers.
     """
     try:
         return _report(engine_id, config, mark)
     except RestError as error:
-        return Resting(str(error))
+        return RestError, str(error)
     except FskvError as error:
-        return str(error)
-    except (AttributeError, TypeError, ValueError, AssertionError) as error:  # another vLLM's names
+        return ConfigError, str(error)
+    except (AttributeError, TypeError, ValueError, AssertionError, RuntimeError) as error:
+        # Another vLLM's names, or another's shapes.
         line = str(error).partition("\n")[0]
-        return (
+        return ConfigError, (
             f"this vLLM does not tell where it keeps KV in its CPU tier ({type(error).__name__}: {line}), "
             "so FskvTier cannot be used with it"
         )
 
 
 def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
-    connector = _tiering_connector(engine_id)
-    connector_worker = connector.connector_worker
-    assert connector_worker is not None
-    vllm_config, spec = connector_worker.vllm_config, connector_worker.spec
-    assert isinstance(spec, TieringOffloadingSpec)
-    groups = engine_groups(vllm_config, connector_worker.kv_cache_config)
-    bpc = spec.blocks_per_chunk
+    halves = [
+        half
+        for connector in connectors()  # inside a MultiConnector too
+        if (half := connector.connector_worker) is not None
+        and isinstance(half.spec, TieringOffloadingSpec)
+        and half.spec.config.engine_id == engine_id
+    ]
+    if len(halves) != 1:
+        raise ConfigError(
+            f"{len(halves)} connectors with TieringOffloadingSpec in one engine, expected one: their workers "
+            "cannot be told apart"
+        )
+    (half,) = halves
+    vllm_config, spec = half.vllm_config, half.spec
+    groups = engine_groups(vllm_config, half.kv_cache_config)
     _check_offered(vllm_config, spec, groups, config)
     # The object that copies between GPU and row: where it writes is where the bytes are.
-    handler = connector_worker.worker._store_handler  # noqa: SLF001
-    num_slices, canonical_format = None, None
-    if spec.config.canonical_layout:
-        num_slices = count_slices(vllm_config, groups)
-        canonical_format = canonical_format_of(spec.config, num_slices)
-    num_blocks = connector_worker.kv_cache_config.num_blocks
-    rows = [
-        [(handler.src_tensors[ref.tensor_idx], ref.page_size_bytes) for ref in refs]
-        for refs in handler.layer_refs_per_group
-    ]
-    places = places_of(vllm_config, groups, num_blocks)
-    check_rows(vllm_config, groups, places, rows, num_blocks, of="vLLM's CPU tier")
-    refs = tuple(
-        tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
-        for refs in handler.layer_refs_per_group
+    handler = half.worker._store_handler  # noqa: SLF001
+    row = [tensor[0].view(spec.blocks_per_chunk, -1) for tensor in handler.dst_tensors]
+    kv_caches, in_row = (
+        CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
+            handler.layer_refs_per_group,
+        )
+        for tensors in (handler.src_tensors, row)
     )
-    in_page = page_layouts(vllm_config, groups, num_blocks, canonical=num_slices is not None)
-    loaded = find_loaded(vllm_config)
-    identity = call_with_deadline(
-        lambda: build_identity(
-            vllm_config,
-            config,
-            groups,
-            [_file_pages(of_group, num_slices or 1) for of_group in refs],
-            bpc,
-            spec.config.cache.tokens_per_hash,
-            in_page,
-            canonical_format,
-            loaded,
-        ),
-        _FINGERPRINT_S,
-        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
-    )
+    files, identity, _, loaded = find(vllm_config, config, spec.config, groups, kv_caches, in_row)
     try:
         loaded.note_reloads(mark)
     except OSError as error:
@@ -227,36 +171,16 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
         rank=spec.config.parallel.rank,
         identity=identity,
         groups=groups,
-        tensors=placed_tensors(handler.dst_tensors, bpc),
-        refs=refs,
+        files=placements_of(files),
         row_nbytes=handler.dst_tensors[0].stride(0),
-        num_slices=num_slices,
         prefix_caching=reuses_kv(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         tokens_per_step=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 
-def placed_tensors(
-    in_rows: Sequence[torch.Tensor], blocks_per_chunk: int
-) -> tuple[PlacedTensor, ...]:
-    """Return where in a row vLLM puts what a rank has: `in_rows` are its views of the CPU tier, by tensor."""
-    placed = []
-    for tensor in in_rows:
-        stride, rest = divmod(tensor.shape[1], blocks_per_chunk)
-        if rest or tensor.element_size() != 1 or tensor.stride(1) != 1:
-            raise ValueError(
-                f"{tuple(tensor.shape)} of {tensor.dtype} for {blocks_per_chunk} blocks"
-            )
-        placed.append(PlacedTensor(int(tensor.storage_offset()), stride))
-    return tuple(placed)
-
-
 def _check_offered(
-    vllm_config: Any,
-    spec: TieringOffloadingSpec,
-    groups: Sequence[EngineGroup],
-    config: StoreConfig,
+    vllm_config: Any, spec: OffloadingSpec, groups: Sequence[EngineGroup], config: StoreConfig
 ) -> None:
     """Raise ConfigError where vLLM's tiering does not tell a tier what it would need to be safe."""
     parallel = vllm_config.parallel_config
@@ -289,45 +213,32 @@ def _check_offered(
         )
 
 
-def _page_nbytes(ref: Any, *, canonical: bool) -> int:
-    if not canonical:
-        return int(ref.page_size_bytes)
-    if ref.mapping is None or not ref.mapping.parallelism_agnostic:
-        raise ConfigError(
-            "option 'canonical_layout' of kv_connector_extra_config: found true, expected false: vLLM does "
-            "not certify this model's pages as free of the topology"
-        )
-    return int(ref.mapping.canonical_page_size_bytes)
+def placements_of(files: WorkerFiles) -> dict[int | None, tuple[Placement, ...]]:
+    """Return where the pages of files lie in any row: by the rank in a file's name, then by group.
+
+    `files` are of the first row's blocks. Raises ValueError where a page is longer than its place.
+    """
+    strides = [tensor.stride(0) for tensor in files.tensors]
+    offsets = [int(tensor.storage_offset()) for tensor in files.tensors]
+
+    def in_row(layout: GroupLayout) -> Placement:
+        places = layout.placed(strides).places
+        return Placement(layout, tuple((0, offsets[t], stride, n) for t, _, stride, n in places))
+
+    files_of = zip(files.file_ranks, files.layouts, strict=True)
+    return {file_rank: tuple(map(in_row, layouts)) for file_rank, layouts in files_of}
 
 
-def _file_pages(of_group: Sequence[tuple[int, int]], num_slices: int) -> tuple[int, ...]:
-    """Return the sizes of a file's pages, in its order: layers that share a tensor are one page."""
-    layout = GroupLayout.of(0, 1, [(tensor, nbytes // num_slices) for tensor, nbytes in of_group])
-    return tuple(page.nbytes for page in layout.pages)
+def fit(placements: Sequence[Placement], row_nbytes: int) -> bool:
+    """Whether the pages of a chunk's files lie in a row, each in a place of its own."""
+    spans = [span for placement in placements for span in plan_row(placement).spans]
+    starts = sorted((span.tensor_offset, span.nbytes) for span in spans)
+    return all(
+        start + nbytes <= following
+        for (start, nbytes), (following, _) in pairwise([*starts, (row_nbytes, 0)])
+    )
 
 
-def _tiering_connector(engine_id: str) -> OffloadingConnector:
-    """Return this worker's connector whose CPU tier belongs to the engine; inside a MultiConnector too."""
-    found = [
-        connector
-        for connector in connectors()
-        if connector.connector_worker is not None
-        and isinstance(connector.connector_worker.spec, TieringOffloadingSpec)
-        and connector.connector_worker.spec.config.engine_id == engine_id
-    ]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{len(found)} connectors with TieringOffloadingSpec in one engine, expected one: their workers "
-            "cannot be told apart"
-        )
-    return found[0]
-
-
-def _executor() -> Any:
-    found = executor()
-    if found is None:
-        raise ConfigError(
-            "this vLLM does not build its secondary tiers where FskvTier can reach the engine's workers, so "
-            "it cannot be used with it"
-        )
-    return found
+def plan_row(placement: Placement, key_idx: int = 0, base: int = 0) -> ChunkPlan:
+    """Return the transfer of the whole chunk between its file and the row that begins at `base`."""
+    return ChunkPlan(key_idx, placement, 0, tuple(range(placement.layout.num_blocks)), base)
