@@ -92,8 +92,8 @@ def _derived(vllm_config: VllmConfig) -> dict[str, Any]:
 def _experts(vllm_config: VllmConfig) -> dict[str, Any]:
     """Return what chooses the kernel of quantised experts, and with it how exact their activations are.
 
-    Not every kernel takes adapters, or batches of other ranks' tokens. The next in line may take 16 bits where
-    this one takes 4 (fused_moe/modular_kernel.py:591, fused_moe/config.py:1057).
+    Not every kernel takes adapters, or batches of other ranks' tokens. The next in line may take 16 bits
+    where this one takes 4 (fused_moe/modular_kernel.py:591, fused_moe/config.py:1057).
     """
     parallel = vllm_config.parallel_config
     if not vllm_config.model_config.quantization or parallel.is_moe_model is False:
