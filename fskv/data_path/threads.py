@@ -31,6 +31,7 @@ OwnerT = TypeVar("OwnerT")
 ContextT = TypeVar("ContextT")
 
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
+FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
 logger = logging.getLogger(__name__)
 

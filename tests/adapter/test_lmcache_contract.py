@@ -634,10 +634,10 @@ def test_metrics_that_cannot_be_published_cost_no_transfer(make, monkeypatch, ca
     def fails(*_):
         raise ValueError("Duplicated timeseries")
 
-    monkeypatch.setattr(module.Publisher, "publish", fails)
+    monkeypatch.setattr(module.Publisher, "_publish", fails)
     assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
     (store,) = world.adapter._open_stores()
-    store._publish_at = 0.0
+    store.publisher._next_at = 0.0
     assert world.load(keys([1]), world.objects(1)) == [True]
     assert caplog.text.count("are not published") == 2
 
@@ -652,19 +652,6 @@ def test_another_kind_of_objects_than_there_may_be_says_so(make, monkeypatch, ca
     assert not world.store(keys([1], model_name="other"), world.objects(0)).is_successful()
     assert "there are 1 kinds of objects, so another one is neither stored nor" in caplog.text
     assert world.lookup(keys([1])) == [True]
-
-
-def test_what_was_said_is_said_again_later_and_not_without_end(make, monkeypatch, caplog):
-    """A sentence may hold a client's words, so that each is a new one."""
-    adapter = make().adapter
-    for number in range(3 * module._MAX_SAID):
-        adapter._say(f"flood {number}")
-        adapter._say("flood 0")
-    assert caplog.text.count("flood ") == module._MAX_SAID
-    assert caplog.text.count("flood 0\n") == 1
-    monkeypatch.setattr(module, "_SAY_S", 0.0)
-    adapter._say("of another day")
-    assert "of another day" in caplog.text
 
 
 def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):

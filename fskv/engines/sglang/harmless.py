@@ -65,15 +65,12 @@ _ARGUMENTS = {
         enable_memory_saver enable_weights_cpu_backup
     """,
 }
-_VARIABLES = {
-    "they log and test; they are of files, addresses and the storage": """
-        SGLANG_LOG_* SGLANG_TEST_* SGLANG_HICACHE_* SGLANG_DISAGGREGATION_* SGLANG_MOONCAKE_*
-        SGLANG_PROFILE_* SGLANG_TORCH_PROFILER_* SGLANG_GRAMMAR_* SGLANG_PORT SGLANG_HOST
-        SGLANG_USE_CPU_ENGINE SGLANG_RUN_ID SGLANG_BACKUP_PORT* SGLANG_CACHE_DIR SGLANG_HEALTH_*
-        SGLANG_IS_IN_CI* SGLANG_KILLPG_* SGLANG_PYSPY_* SGLANG_SCHEDULER_* SGLANG_REQ_*
-        SGLANG_FORCE_SHUTDOWN SGL_LOG_* SGL_FORCE_SHUTDOWN
-    """,
-}
+_VARIABLES = """
+    SGLANG_LOG_* SGLANG_TEST_* SGLANG_HICACHE_* SGLANG_DISAGGREGATION_* SGLANG_MOONCAKE_* SGLANG_PROFILE_*
+    SGLANG_TORCH_PROFILER_* SGLANG_GRAMMAR_* SGLANG_PORT SGLANG_HOST SGLANG_USE_CPU_ENGINE SGLANG_RUN_ID
+    SGLANG_BACKUP_PORT* SGLANG_CACHE_DIR SGLANG_HEALTH_* SGLANG_IS_IN_CI* SGLANG_KILLPG_* SGLANG_PYSPY_*
+    SGLANG_SCHEDULER_* SGLANG_REQ_* SGLANG_FORCE_SHUTDOWN SGL_LOG_* SGL_FORCE_SHUTDOWN
+"""  # they log and test, or are of files, addresses and the storage
 # SGLang reads these; what the libraries below it read, `rules` knows.
 VARIABLES = (
     "SGLANG_*",
@@ -85,4 +82,4 @@ VARIABLES = (
 )
 
 HARMLESS_ARGUMENTS = Names([name for names in _ARGUMENTS.values() for name in names.split()])
-HARMLESS_VARIABLES = Names([name for names in _VARIABLES.values() for name in names.split()])
+HARMLESS_VARIABLES = Names(_VARIABLES.split())
