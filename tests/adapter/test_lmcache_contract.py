@@ -54,8 +54,9 @@ with warnings.catch_warnings():
 
     from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, Model, chunk_of
+    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, chunk_of
     from fskv.errors import ConfigError
+    from fskv.identity.checkpoint_place import Checkpoint
     from fskv.offload import BlockingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -657,9 +658,11 @@ def test_another_kind_of_objects_than_there_may_be_says_so(make, monkeypatch, ca
 def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_WATCH_S", 0.02)
     models, files = watched(tmp_path, "m", "other")
-    held, changed = threading.Event(), Model.changed
+    held, changed = threading.Event(), Checkpoint.changed
     monkeypatch.setattr(
-        Model, "changed", lambda self: held.wait(60) if self.name == "m" else changed(self)
+        Checkpoint,
+        "changed",
+        lambda self: held.wait(60) if self.place == models["m"]["checkpoint"] else changed(self),
     )
     world = make(models=models)
     both = [*keys([1]), *keys([1], model_name="other")]

@@ -369,7 +369,7 @@ def test_a_checkpoint_that_was_replaced_after_the_process_had_started_is_refused
 
 
 def test_when_a_process_was_started_is_told_in_the_time_of_files():
-    code = "from fskv.engines.sglang.server import _started_at; print(_started_at())"
+    code = "from fskv.identity import checkpoint_place as p; print(p.process_started_at())"
     before = time.time()
     told = float(
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout

@@ -14,6 +14,7 @@ object: a task that waited too long for its turn touches it no more.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import logging
 import queue
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from lmcache import __version__ as lmcache_version
 from lmcache.lmcache_native import Bitmap
@@ -48,8 +49,11 @@ from fskv.errors import ConfigError
 from fskv.observe.state_log import Once, refusals_said
 from fskv.offload import BlockingStore, KvStore, Page
 from fskv.root.root import Root
+from fskv.types import ChunkId
 
 logger = logging.getLogger(__name__)
+_Call: TypeAlias = "Callable[[BlockingStore, Any], list[bool]]"
+_Asked: TypeAlias = "Sequence[tuple[ObjectKind | None, Any]]"  # a page or a chunk
 
 _WATCH_S = 5.0  # an engine takes longer to load weights
 # So long after it was submitted a task may begin to touch LMCache's memory; it ends by its deadline then.
@@ -102,17 +106,15 @@ class FskvAdapter(L2AdapterInterface):
         self._ending = threading.Event()
         self._queues: dict[str, queue.SimpleQueue[Any]] = {n: queue.SimpleQueue() for n in _THREADS}
         self._threads = [
-            threading.Thread(target=self._run, args=(name,), name=f"fskv-{name}", daemon=True)
+            _started(functools.partial(self._run, name), f"fskv-{name}")
             for name, number in _THREADS.items()
             for _ in range(number)
         ]
         self._threads += [  # one for each: a mount that hangs holds up no other model
-            threading.Thread(target=self._watch, args=(model,), name="fskv-watch", daemon=True)
-            for model in self._models.values()
-            if model.files is not None
+            _started(functools.partial(self._watch, model), "fskv-watch")
+            for model in [*self._models.values()]
+            if model.checkpoint.watched
         ]
-        for thread in self._threads:
-            thread.start()
 
     # --- what LMCache calls -------------------------------------------------------------------
 
@@ -197,12 +199,7 @@ class FskvAdapter(L2AdapterInterface):
             self._closed = True
         self._ending.set()
         # This ends the calls of our threads. Beside one another: each may wait for a disk that hangs.
-        closing = [
-            threading.Thread(target=store.close, name="fskv-close", daemon=True)
-            for store in self._open_stores()
-        ]
-        for thread in closing:
-            thread.start()
+        closing = [_started(store.close, "fskv-close") for store in self._open_stores()]
         for thread in closing:
             thread.join()
         for name, number in _THREADS.items():
@@ -236,79 +233,54 @@ class FskvAdapter(L2AdapterInterface):
                 self._events[name].notify()
 
     def _present(self, keys: Sequence[Any], layouts: Mapping[int, Any], until: float) -> list[bool]:
-        kinds: list[ObjectKind | None] = []
+        asked: list[tuple[ObjectKind | None, Any]] = []
         for key in keys:
-            layout = layouts.get(key.object_group_id)
-            if not self._takes(key):
-                kinds.append(None)
-            elif layout is None:
-                kinds.append(self._kinds.get(_series(key)))
-            else:
-                kinds.append(ObjectKind.of(key, layout.shapes, layout.dtypes))
-        return self._by_kind(
-            kinds,
-            _OPENING * self._config.lookup_timeout_s,
-            until,
-            lambda store, places: store.present([chunk_of(keys[place]) for place in places]),
-        )
+            kind, layout = self._kinds.get(_series(key)), layouts.get(key.object_group_id)
+            if layout is not None:
+                kind = ObjectKind.of(key, layout.shapes, layout.dtypes)
+            asked.append((kind, self._chunk(key)))
+        wait_s = _OPENING * self._config.lookup_timeout_s
+        return self._by_kind(BlockingStore.present, asked, wait_s, until)
 
     def _move(
-        self,
-        move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
-        keys: Sequence[Any],
-        objects: Sequence[Any],
-        until: float,
+        self, move: _Call, keys: Sequence[Any], objects: Sequence[Any], until: float
     ) -> list[bool]:
         """Store or load objects, those that can be begun in time; returns which are good."""
-        kinds: list[ObjectKind | None] = []
+        asked: list[tuple[ObjectKind | None, Any]] = []
         for key, obj in zip(keys, objects, strict=True):
             shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
             kind = ObjectKind.of(key, shapes or [obj.get_shape()], dtypes or [obj.get_dtype()])
-            # An object that was narrowed holds something else than its layout says.
-            whole = obj.get_size() == object_nbytes(kind)
-            kinds.append(kind if whole and self._takes(key) else None)
             self._kinds[_series(key)] = kind
+            chunk, page = self._chunk(key), None
+            # An object that was narrowed holds something else than its layout says.
+            if chunk is not None and obj.get_size() == object_nbytes(kind):
+                page = Page(chunk, int(obj.data_ptr) - self._address)
+            asked.append((kind, page))
+        return self._by_kind(move, asked, self._config.deadline.max_s, until)
 
-        def moved(store: _Store, places: Sequence[int]) -> list[bool]:
-            pages = [
-                Page(chunk_of(keys[place]), int(objects[place].data_ptr) - self._address)
-                for place in places
-            ]
-            good = move(store, pages)
-            store.publisher.publish(store)
-            return good
-
-        return self._by_kind(kinds, self._config.deadline.max_s, until, moved)
-
-    def _by_kind(
-        self,
-        kinds: Sequence[ObjectKind | None],
-        wait_s: float,
-        until: float,
-        call: Callable[[_Store, Sequence[int]], list[bool]],
-    ) -> list[bool]:
-        """Call for the places of each kind; returns what that says of each, False where it was too late."""
-        places: dict[ObjectKind, list[int]] = {}
-        for place, kind in enumerate(kinds):
-            if kind is not None:
-                places.setdefault(kind, []).append(place)
-        good = [False] * len(kinds)
+    def _by_kind(self, call: _Call, asked: _Asked, wait_s: float, until: float) -> list[bool]:
+        """Call once for each kind; returns what that says of each asked one, False where it was too late."""
+        places: dict[ObjectKind, dict[int, Any]] = {}
+        for place, (kind, one) in enumerate(asked):
+            if kind is not None and one is not None:
+                places.setdefault(kind, {})[place] = one
+        good = [False] * len(asked)
         for kind, own in places.items():
             store = self._store_of(kind, wait_s)
             # After close() the memory is LMCache's alone.
             if store is not None and not self._closed and time.monotonic() < until:
-                for place, one in zip(own, call(store, own), strict=True):
-                    good[place] = one
+                for place, found in zip(own, call(store, [*own.values()]), strict=True):
+                    good[place] = found
+                store.publisher.publish(store)
         return good
 
-    def _takes(self, key: Any) -> bool:
-        """Say whether a key names one object only; says why not."""
+    def _chunk(self, key: Any) -> ChunkId | None:
+        """Return the chunk of a key, None for one that may name several objects; says why."""
         try:
-            chunk_of(key)
+            return chunk_of(key)
         except ValueError as error:
             self._say(str(error))
-            return False
-        return True
+            return None
 
     # --- namespaces ---------------------------------------------------------------------------
 
@@ -330,9 +302,7 @@ class FskvAdapter(L2AdapterInterface):
             if opening is None and not (full or self._closed):
                 opening = self._stores[kind] = _Opening()
                 arguments = (kind, len(self._stores) - 1, opening)
-                threading.Thread(
-                    target=self._open, args=arguments, name="fskv-open", daemon=True
-                ).start()
+                _started(functools.partial(self._open, *arguments), "fskv-open")
         if full:
             self._say(
                 f"there are {_MAX_KINDS} kinds of objects, so another one is neither stored nor loaded: "
@@ -383,7 +353,7 @@ class FskvAdapter(L2AdapterInterface):
         """
         while not self._ending.wait(_WATCH_S):
             try:
-                if not model.changed():
+                if not model.checkpoint.changed():
                     continue
                 self._stopped.add(model.name)
                 self._models.pop(model.name, None)  # none is opened any more, or handed out
@@ -429,6 +399,12 @@ class _Store(BlockingStore):
 
     def is_off(self) -> bool:
         return bool(self._own.lookup.breaker.open or self._own.lookup.stopped)
+
+
+def _started(call: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _series(key: Any) -> tuple[str, int, int]:

@@ -25,13 +25,8 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm.harmless import HARMLESS_OPTIONS
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.checkpoint_place import checkpoint_place, model_name
-from fskv.identity.fingerprint import (
-    changed_file,
-    checkpoint_state,
-    kv_config,
-    weights_fingerprint,
-)
+from fskv.identity.checkpoint_place import Checkpoint, model_name
+from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import settings
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.offload.kv_store import options_of
@@ -96,24 +91,7 @@ class Model:
     settings: Mapping[str, Json]  # of those, by their normal names
     weights: str
     model_config: Mapping[str, Json]
-    place: str  # of the checkpoint
-    # Their state before the fingerprint; None: the user named the weights.
-    files: Mapping[str, Any] | None
-
-    def changed(self) -> bool:
-        """Say whether files of the checkpoint are others now: an engine may have loaded those since.
-
-        They are elsewhere when a branch of the hub has moved on.
-        """
-        if self.files is None:
-            return False
-        place = _place(self.name, self.entry)
-        if place != self.place and os.path.exists(place):
-            return True
-        try:
-            return changed_file(self.place, self.files) is not None
-        except ConfigError:  # it cannot be read just now: what comes back is looked at
-            return False
+    checkpoint: Checkpoint  # before the fingerprint; watched unless the user named the weights
 
 
 class ObjectKind(NamedTuple):
@@ -175,15 +153,10 @@ def _check_entry(where: str, entry: Any) -> None:
         is_good, expected = _WORDS[name]
         if not is_good(value):
             raise ConfigError(f"{where}: '{name}' is {value!r}, expected {expected}")
-    on_cpu = entry["arch"].startswith(_ON_CPUS)
-    if on_cpu and "isa" not in entry:
+    if entry["arch"].startswith(_ON_CPUS) != ("isa" in entry):
         raise ConfigError(
-            f"{where}: 'isa' is missing: pages of an engine on a CPU are packed for its instructions, and "
-            "LMCache does not tell which"
-        )
-    if "isa" in entry and not on_cpu:
-        raise ConfigError(
-            f"{where}: found 'isa' with 'arch' {entry['arch']!r}, expected it with a CPU's alone"
+            f"{where}: 'isa' is {entry.get('isa')!r} with 'arch' {entry['arch']!r}, expected it with a CPU's "
+            "alone, whose pages are packed for its instructions"
         )
     names = [normal(name) for name in entry["settings"]]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -198,17 +171,13 @@ def normal(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _place(name: str, entry: Mapping[str, Any]) -> str:
-    return checkpoint_place(entry.get("checkpoint", name), entry.get("revision"))
-
-
 def read_model(name: str, entry: Mapping[str, Any]) -> Model:
     """Read a model's checkpoint for its configuration and a fingerprint; raises ConfigError."""
-    place = _place(name, entry)
     weights_id = entry.get("weights_id")
-    files = None
-    if weights_id is None and os.path.exists(place):
-        files = checkpoint_state(place)
+    checkpoint = Checkpoint(
+        entry.get("checkpoint", name), entry.get("revision"), watched=weights_id is None
+    )
+    place = checkpoint.place
     weights = weights_fingerprint(place, weights_id=weights_id)
     found = {each: _json_of(os.path.join(place, each)) for each in _CONFIGS}
     media = sorted(
@@ -225,8 +194,7 @@ def read_model(name: str, entry: Mapping[str, Any]) -> Model:
         settings={normal(each): value for each, value in entry["settings"].items()},
         weights=weights,
         model_config=cast("dict[str, Json]", kv_config(found["config.json"])),
-        place=place,
-        files=files,
+        checkpoint=checkpoint,
     )
 
 
@@ -332,10 +300,8 @@ def _check_isa(model: Model, kind: ObjectKind) -> None:
         raise ConfigError(f"{where} with a 'block_size' of {block_size}, expected \"vec16\"")
     if has_amx is None or platform.machine() != "x86_64":
         return
-    if isa == "amx" and not has_amx():
-        raise ConfigError(f"{where} on a CPU without AMX, expected what vLLM chooses here")
-    if isa == "vec" and "bfloat16" in kind.dtypes and has_amx():
-        raise ConfigError(f'{where} for bfloat16 on a CPU with AMX, where vLLM chooses "amx"')
+    if not has_amx() if isa == "amx" else has_amx() and "bfloat16" in kind.dtypes:
+        raise ConfigError(f"{where} for {kind.dtypes[0]}, expected what vLLM chooses on this CPU")
 
 
 def object_nbytes(kind: ObjectKind) -> int:

@@ -33,7 +33,7 @@ _ARGUMENTS = {
         file_storage_path enable_http_worker_reuseport engine_info_bootstrap_port
         disaggregation_bootstrap_port encoder_bootstrap_port
     """,
-    "it decides what runs when, what is kept and where memory goes": """
+    "it decides what runs when, what is kept and where memory goes, also how weights come into it": """
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens
         chunked_prefill_size prefill_decode_interval prefill_decode_interval_min_bs
         enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_*
@@ -44,7 +44,9 @@ _ARGUMENTS = {
         min_free_slots_delay pp_max_micro_batch_size pp_async_batch_depth stream_interval
         batch_notify_size incremental_streaming_output stream_response_default_include_usage
         enable_hierarchical_cache hicache_* radix_eviction_* lora_eviction_* max_mamba_cache*
-        _radix_eviction_policy_explicitly_set num_reserved_decode_tokens gc_*
+        _radix_eviction_policy_explicitly_set num_reserved_decode_tokens gc_* enable_memory_saver
+        weight_loader_disable_mmap weight_loader_prefetch_* weight_loader_drop_cache_after_load
+        startup_weight_load_mode enable_weights_cpu_backup
     """,
     "it changes rounding alone: graphs run the same kernels": """
         disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph cuda_graph_*
@@ -58,11 +60,6 @@ _ARGUMENTS = {
         prompt_tokens_buckets generation_tokens_buckets decode_log_interval kv_events_config
         enable_request_time_stats_logging load_publish_endpoint enable_forward_pass_metrics
         enable_trace trace_modules
-    """,
-    "it says how weights come into memory, not which": """
-        weight_loader_disable_mmap weight_loader_prefetch_checkpoints startup_weight_load_mode
-        weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
-        enable_memory_saver enable_weights_cpu_backup
     """,
 }
 _VARIABLES = """

@@ -17,8 +17,8 @@ from fskv.engines.sglang.harmless import HARMLESS_ARGUMENTS, HARMLESS_VARIABLES,
 from fskv.engines.sglang.host_pool import HostPages
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.checkpoint_place import model_name
-from fskv.identity.fingerprint import checkpoint_state, kv_config, weights_fingerprint
+from fskv.identity.checkpoint_place import Checkpoint, model_name
+from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import environment, settings
 from fskv.namespace import GroupIdentity, Identity, Json
 from fskv.offload.kv_store import options_of
@@ -64,9 +64,8 @@ class ServerFacts:
 
 def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
     """Return fskv's options of `--hicache-storage-backend-extra-config`; raises ConfigError."""
-    own = dict(extra_config)
-    for name in ("backend_name", "module_path", "class_name"):
-        own.pop(name, None)
+    loaded_by = ("backend_name", "module_path", "class_name")
+    own = {name: value for name, value in extra_config.items() if name not in loaded_by}
     if own.pop("interface_v1", 0) not in (1, True):
         raise ConfigError(
             "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
@@ -221,7 +220,15 @@ def _weights(facts: ServerFacts, config: StoreConfig) -> str:
                 "checkpoint's; expected none, or the option 'weights_id' set to a name for these weights"
             )
     fingerprint = weights_fingerprint(facts.checkpoint)
-    _check_unchanged(facts)
+    # KV of the file before would be stored under the name of what lies there now. SGLang tells nobody when it
+    # begins to load, and by a hub's name it fetches files itself. A process of Ray's may be much older.
+    is_older = not facts.arguments.get("use_ray") and os.path.exists(facts.argument("model_path"))
+    late = Checkpoint(facts.checkpoint).changed_after(facts.started_at) if is_older else None
+    if late is not None:
+        raise ConfigError(
+            f"checkpoint {facts.checkpoint}: {late} was changed after this process had started, so "
+            "nobody knows which weights it has; start the engine again, or set the option 'weights_id'"
+        )
     return fingerprint
 
 
@@ -233,22 +240,6 @@ def _is_calibrated(facts: ServerFacts) -> bool:
         and not any(facts.hf_config.get(name) for name in quantised)
         and not os.path.exists(os.path.join(facts.checkpoint, "hf_quant_config.json"))
     )
-
-
-def _check_unchanged(facts: ServerFacts) -> None:
-    """Raise ConfigError if a file of the checkpoint is younger than this process, which has loaded it.
-
-    KV of the file before it would be stored under the name of what lies there now. SGLang tells nobody when
-    it begins to load, and by a hub's name it fetches files itself. A process of Ray's may be much older.
-    """
-    if facts.arguments.get("use_ray") or not os.path.exists(str(facts.argument("model_path"))):
-        return
-    for name, state in checkpoint_state(facts.checkpoint).items():
-        if state and state[-1] / 1e9 > facts.started_at:
-            raise ConfigError(
-                f"checkpoint {facts.checkpoint}: {name} was changed after this process had started, so "
-                "nobody knows which weights it has; start the engine again, or set the option 'weights_id'"
-            )
 
 
 def _attention(facts: ServerFacts) -> str:

@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
-from fskv.identity.checkpoint_place import checkpoint_place
+from fskv.identity.checkpoint_place import checkpoint_place, process_started_at
 from fskv.offload import BlockingStore
 
 _STOP = "_stop_storage_threads"
@@ -76,11 +75,9 @@ def gather_facts() -> ServerFacts:
         arch=_arch(str(arguments["device"])),
         arguments=arguments,
         defaults={
-            field.name: field.default
-            if field.default is not msgspec.NODEFAULT
-            else field.default_factory()
-            for field in msgspec.structs.fields(type(server_args))
-            if not field.required
+            one.name: one.default_factory() if one.default is msgspec.NODEFAULT else one.default
+            for one in msgspec.structs.fields(type(server_args))
+            if not one.required
         },
         environment=dict(os.environ),
         hf_config=json.loads(model.hf_config.to_json_string(use_diff=False)),
@@ -89,15 +86,8 @@ def gather_facts() -> ServerFacts:
         checkpoint=checkpoint_place(
             str(arguments["model_path"]), arguments["revision"], arguments["download_dir"]
         ),
-        started_at=_started_at(),
+        started_at=process_started_at(),
     )
-
-
-def _started_at() -> float:
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot: proc(5), starttime
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
 
 
 def _arch(device: str) -> str:
@@ -133,9 +123,11 @@ def watch() -> None:
 def _telling(method: Any, name: str) -> Any:
     @functools.wraps(method)
     def tell(*args: Any, **kwargs: Any) -> Any:
+        # Of what comes back after it was released: without this tag the weights had stayed.
+        tags = getattr(args[1], "tags", None) if name.startswith("resume") and args[1:] else None
         if name == _STOP:
             stopping.set()
-        elif _brings_weights(name, args):
+        elif not tags or "weights" in tags:
             _updated.append(name)
             for store in list(stores):
                 store.stop(f"weights of the running engine are changed ({name})")
@@ -147,9 +139,3 @@ def _telling(method: Any, name: str) -> Any:
 
     tell.tells_fskv = True  # type: ignore[attr-defined]
     return tell
-
-
-def _brings_weights(name: str, args: Sequence[Any]) -> bool:
-    """Say whether weights may be others: of what comes back, without a tag of theirs they had stayed."""
-    tags = getattr(args[1], "tags", None) if name.startswith("resume") and args[1:] else None
-    return not tags or "weights" in tags

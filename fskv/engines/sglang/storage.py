@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page], Sequence[ChunkId]], list[bool]]"
 
-_MAX_BEFORE = 16_384  # pages of a prefix that are told anew with each batch: 4 ms
 _KV = str(hicache.PoolName.KV)
 # In this order they are the groups of a namespace.
 _SERVED = (_KV, str(hicache.PoolName.SWA), str(hicache.PoolName.MAMBA))
@@ -81,8 +80,9 @@ class FskvStorage(hicache.HiCacheStorage):
             deadline=call_deadline(config),
             number=ranks.dp_rank if first else None,
         )
-        sizes = {name: pages.page_size for name, pages in pools.items()}
-        self._groups = {name: (number, sizes[name]) for number, name in enumerate(sizes)}
+        self._groups = {
+            name: (number, pages.page_size) for number, (name, pages) in enumerate(pools.items())
+        }
         self._store = BlockingStore(kv, max(sum(pages.page_nbytes) for pages in pools.values()))
         server.stores.add(self._store)
 
@@ -116,8 +116,6 @@ class FskvStorage(hicache.HiCacheStorage):
         if store is None or host_indices is None or pool not in self._groups:
             return nothing
         before = getattr(extra_info, "prefix_keys", None) or ()  # where SGLang is to pass them
-        if len(before) > _MAX_BEFORE:
-            before = ()
 
         def moved() -> list[bool]:
             pages = self._pages(pool, keys, host_indices)
@@ -222,16 +220,14 @@ def _pools(named: dict[str, Any]) -> dict[str, HostPages]:
 
 def _prefixes(there: Sequence[bool], transfer: hicache.PoolTransfer) -> set[int]:
     """Return the lengths of prefixes in pages for which a pool has what its policy asks for."""
-    if transfer.hit_policy == hicache.PoolHitPolicy.ALL_PAGES:
-        needed = len(there)
-    elif transfer.hit_policy == hicache.PoolHitPolicy.TRAILING_PAGES:
-        needed = max(1, len(transfer.keys or ()))
-    else:
+    policy = hicache.PoolHitPolicy
+    needed = {policy.ALL_PAGES: len(there), policy.TRAILING_PAGES: len(transfer.keys or ()) or 1}
+    if transfer.hit_policy not in needed:
         return set()
     found, run = set(), 0
     for end, here in enumerate(there, 1):
         run = run + 1 if here else 0
-        if run >= min(needed, end):
+        if run >= min(needed[transfer.hit_policy], end):
             found.add(end)
     return found
 
