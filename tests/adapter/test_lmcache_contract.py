@@ -618,6 +618,16 @@ def test_a_model_that_was_stopped_is_seen_in_the_status_and_in_the_metrics(
     assert world.lookup(both) == [False, True]
 
 
+@pytest.mark.parametrize(("path", "files"), [("h{rank}", ["h0", "h1"]), ("h", ["h"])])
+def test_each_namespace_has_a_health_file_or_the_first_has_it(make, tmp_path, path, files):
+    (tmp_path / "health").mkdir()
+    world = make(health_file=str(tmp_path / "health" / path))
+    both = [*keys([1]), *keys([1], model_name="other")]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    world.adapter.close()
+    assert sorted(each.name for each in (tmp_path / "health").iterdir()) == files
+
+
 def test_a_model_that_was_stopped_before_it_had_a_namespace_is_not_healthy(
     make, monkeypatch, tmp_path
 ):
