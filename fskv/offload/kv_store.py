@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -259,8 +260,13 @@ def open_store(
     return KvStore(options_of(options), identity, pages)
 
 
-def options_of(options: Mapping[str, Any], ours: Collection[str] = ()) -> StoreConfig:
-    """Return the options of a store; raises ConfigError for vLLM's alone, but for those that are `ours`."""
+def options_of(
+    options: Mapping[str, Any], ours: Collection[str] = (), most_deadline_s: float = math.inf
+) -> StoreConfig:
+    """Return the options of a store; raises ConfigError for vLLM's alone, but for those that are `ours`.
+
+    An engine waits no longer for a call than a `load_deadline_s` of `most_deadline_s` allows.
+    """
     config = StoreConfig.from_mapping(options)
     usual = StoreConfig(root=config.root)
     for name in _NOT_OURS:
@@ -268,4 +274,9 @@ def options_of(options: Mapping[str, Any], ours: Collection[str] = ()) -> StoreC
             raise ConfigError(
                 f"option '{name}': found {found!r}, expected nothing: it is for vLLM's adapter"
             )
+    if config.load_deadline_s > most_deadline_s:
+        raise ConfigError(
+            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {most_deadline_s:g} at "
+            "most: the engine waits no longer for a call"
+        )
     return config

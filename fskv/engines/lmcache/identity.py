@@ -124,16 +124,11 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
             f"option 'models': found {models!r}, expected an object with an entry for each model, "
             "by the name that its engine was started with"
         )
-    config = options_of(own, ours=("weights_fixed",))
+    config = options_of(own, ours=("weights_fixed",), most_deadline_s=_MAX_DEADLINE_S)
     if not config.weights_fixed:
         raise ConfigError(
             "option 'weights_fixed': found false, expected true: LMCache does not tell when an engine "
             "changes its weights while it runs, so you promise that none does"
-        )
-    if config.load_deadline_s > _MAX_DEADLINE_S:
-        raise ConfigError(
-            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
-            "most: LMCache's locks on its memory end by themselves"
         )
     for name, entry in models.items():
         _check_entry(f"option 'models': {name!r}", entry)

@@ -32,7 +32,7 @@ _OTHER_WEIGHTS = (
     *("modelopt_checkpoint_restore_path", "modelopt_checkpoint_save_path", "modelopt_export_path"),
 )
 _CALIBRATED = ("modelopt", "modelopt_fp8")  # --quantization, of a checkpoint that is not quantised
-# With a second of grace below the 10 s that SGLang waits for each of its storage threads.
+# With a second of grace below the 10 s that SGLang waits for each of its storage threads. Then it ends.
 _MAX_DEADLINE_S = 7.0
 # Where an algorithm has no draft model, its KV is the target's alone.
 _SPECULATIVE = (None, "NGRAM")
@@ -70,13 +70,7 @@ def take_options(extra_config: Mapping[str, Any]) -> StoreConfig:
         raise ConfigError(
             "option 'interface_v1': expected 1 beside \"module_path\": without it SGLang copies each page"
         )
-    config = options_of(own, ours=("weights_id", "trust"))
-    if config.load_deadline_s > _MAX_DEADLINE_S:
-        raise ConfigError(
-            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
-            "most: when SGLang flushes its cache it waits 10 s for a call, and then the server ends"
-        )
-    return config
+    return options_of(own, ours=("weights_id", "trust"), most_deadline_s=_MAX_DEADLINE_S)
 
 
 def call_deadline(config: StoreConfig) -> Deadline:

@@ -90,8 +90,6 @@ class FskvStorage(hicache.HiCacheStorage):
         if self._store is not None:
             self._store.close()
 
-    # --- pages ------------------------------------------------------------------------------
-
     def _usable(self) -> BlockingStore | None:
         """Return the store, None while SGLang waits for its threads: they may have many calls to go."""
         return None if server.stopping.is_set() else self._store
@@ -99,14 +97,10 @@ class FskvStorage(hicache.HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return int(self.batch_exists_v2(keys).kv_hit_pages)
 
-    def batch_get_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
-    ) -> list[bool]:
+    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
         return self._move(BlockingStore.load, _KV, keys, host_indices, extra_info)
 
-    def batch_set_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
-    ) -> list[bool]:
+    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
         return self._move(BlockingStore.store, _KV, keys, host_indices, extra_info)
 
     def _move(
@@ -170,9 +164,7 @@ class FskvStorage(hicache.HiCacheStorage):
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._move_all(BlockingStore.store, transfers)
 
-    def _move_all(
-        self, move: _Move, transfers: Sequence[hicache.PoolTransfer]
-    ) -> dict[str, list[bool]]:
+    def _move_all(self, move: _Move, transfers: Sequence[Any]) -> dict[str, list[bool]]:
         return {
             each.name: self._move(move, str(each.name), each.keys or (), each.host_indices)
             for each in transfers
