@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fskv.errors import RootError
 from fskv.native import _native
+from fskv.observe.state_log import Once
 
 if TYPE_CHECKING:
     from fskv.transports.protocol import Ready
@@ -31,6 +32,7 @@ OwnerT = TypeVar("OwnerT")
 ContextT = TypeVar("ContextT")
 
 START_UP_S = 60.0  # a root that does not answer for so long at start-up is refused
+FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
         self._num_alive = 0
         self._num_started = 0
         self._threads: list[threading.Thread] = []
-        self._complained = False  # since a thread has last begun
+        self._say = Once().say
 
     @property
     def num_hung(self) -> int:
@@ -133,7 +135,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
         began = False
         try:
             with self._context() as context:
-                began, self._complained = True, False
+                began = True
                 while (task := self.queue.take(context)) is not None:
                     try:
                         self._handle(task, context)
@@ -145,9 +147,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
                     if written_off:
                         break
         except Exception as error:
-            first, self._complained = not self._complained, True
-            if first:
-                logger.error("fskv: %s: a thread cannot do its work: %s", self._name, error)
+            self._say(f"{self._name}: a thread cannot do its work: {error}")
         finally:
             with self._lock:
                 self._num_alive -= 1

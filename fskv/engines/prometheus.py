@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -9,7 +11,12 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from fskv.observe.metrics import Metric
-from fskv.offload import KvStore
+from fskv.offload import BlockingStore, KvStore
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_AGAIN_S = 600.0  # after it has failed
 
 
 class Publisher:
@@ -19,9 +26,20 @@ class Publisher:
         """A metric is called `engine`:fskv_... and has `labels`, as the engine's own have."""
         self._engine = engine
         self._labels = dict(labels)
+        self._next_at = 0.0
 
-    def publish(self, kv: KvStore) -> None:
-        """Take the store's counters, gauges and observations to Prometheus."""
+    def publish(self, store: BlockingStore, *, now: bool = False) -> None:
+        """Take counters, gauges and observations to Prometheus, once a second or `now`; never raises."""
+        if not now and time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + _EVERY_S
+        try:
+            store.with_store(self._publish)
+        except Exception:  # what was moved is good all the same
+            self._next_at = time.monotonic() + _AGAIN_S
+            logger.exception("fskv: metrics of %s are not published", self._labels)
+
+    def _publish(self, kv: KvStore) -> None:
         sums, gauges = kv.watch.read()
         for (metric, label), amount in [*sums.items(), *kv.mover.counters.drain().items()]:
             self._of(metric, label).inc(amount)

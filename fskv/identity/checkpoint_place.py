@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
 
+from fskv.errors import ConfigError
 from fskv.identity.checkpoint_file import os_errors
+from fskv.identity.fingerprint import changed_file, checkpoint_state
 
 # A snapshot in the cache of the hub: engines that are offline put its path in the place of the hub's name.
 _SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})/?$")
@@ -26,6 +29,44 @@ def checkpoint_place(name: str, revision: str | None = None, cache_dir: str | No
         )
     except Exception:  # whatever a hub's library raises for a name that is none
         return name
+
+
+class Checkpoint:
+    """The files of a model on this machine, as they were when this was made."""
+
+    def __init__(self, name: str, revision: str | None = None, *, watched: bool = True) -> None:
+        """Lists the files if they are `watched`; raises ConfigError where that fails."""
+        self._asked = name, revision
+        self.watched = watched
+        self.place = checkpoint_place(*self._asked)
+        exists = watched and os.path.exists(self.place)
+        self._files = checkpoint_state(self.place) if exists else {}
+
+    def changed(self) -> bool:
+        """Say whether files are others now: an engine may have loaded those since.
+
+        They are elsewhere when a branch of the hub has moved on.
+        """
+        place = checkpoint_place(*self._asked)
+        if place != self.place and os.path.exists(place):
+            return True
+        try:
+            return bool(self._files) and changed_file(self.place, self._files) is not None
+        except ConfigError:  # it cannot be read just now: what comes back is looked at
+            return False
+
+    def changed_after(self, seconds: float) -> str | None:
+        """Return a file that was changed after this time of the files' clock, None where there is none."""
+        late = (name for name, state in self._files.items() if state and state[-1] > seconds * 1e9)
+        return min(late, default=None)
+
+
+def process_started_at() -> float:
+    """Return when this process was started, in seconds of the clock that files have."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot: proc(5), starttime
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def model_name(model: str) -> str:

@@ -9,6 +9,7 @@ Any thread may call; nothing is held while a line is written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,12 +17,15 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from fskv.errors import FskvError
 
 logger = logging.getLogger(__name__)
 
 MAX_LINES = 6  # of one event
 WINDOW_S = 600.0
+MAX_SENTENCES = 16  # of one `Once` in a window
 _MAX_VALUE = 400
 _MAX_ERROR = 200  # characters
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
@@ -55,6 +59,36 @@ class StateLog:
         if times == MAX_LINES - 1:
             words.append(f"quiet_for_s={WINDOW_S - (now - began):.0f}")
         logger.log(level, "fskv: event=%s %s", event, " ".join(words))
+
+
+class Once:
+    """Sentences for people, each of them logged once in a window.
+
+    Some hold a client's words, so that each is a new one: there are no more than MAX_SENTENCES in a window.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said: dict[str, float] = {}  # when
+
+    def say(self, sentence: str, level: int = logging.ERROR) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._said = {said: at for said, at in self._said.items() if now - at < WINDOW_S}
+            if sentence in self._said or len(self._said) >= MAX_SENTENCES:
+                return
+            self._said[sentence] = now
+        logger.log(level, "fskv: %s", sentence)
+
+
+@contextlib.contextmanager
+def refusals_said() -> Iterator[None]:
+    """Log what is refused inside as one sentence, which an engine's traceback would bury."""
+    try:
+        yield
+    except FskvError as error:
+        logger.error("fskv: %s", error)
+        raise
 
 
 def _value(value: object) -> str:

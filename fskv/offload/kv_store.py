@@ -7,14 +7,17 @@ movers' news itself (fskv.engines.vllm).
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fskv.config import Deadline, StoreConfig
 from fskv.data_path.job import FileMove, JobResult
+from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupLayout, plan_job
@@ -28,7 +31,9 @@ from fskv.plan.spans import plan_at
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId, Use
 
-# An engine says these by its identity, or does them itself.
+logger = logging.getLogger(__name__)
+
+# An engine says these by its identity, or does them itself, unless its adapter takes them.
 _NOT_OURS = (
     *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_fixed"),
     "trust",
@@ -50,6 +55,7 @@ class KvStore:
         deadline: Deadline | None = None,
         patient: bool = False,
         quiet: bool = False,
+        number: int | None = 0,
     ) -> None:
         """Open the root and the namespace of `identity`, and start the I/O; raises FskvError.
 
@@ -57,14 +63,9 @@ class KvStore:
         bytes of a page or more), or a memoryview of blocks without gaps. `rank` is in the names of this
         store's files, where an engine's ranks have a store each and other pages. With `anywhere` a chunk is
         one page that may begin at any byte of a memoryview, and a block id is that byte. `clock`: see Lookup.
-        `deadline`, `patient`: see Mover. `quiet`: see Capacity.
+        `deadline`, `patient`: see Mover. `quiet`: see Capacity. `number` is what `{rank}` in `health_file`
+        stands for; with None another store of the engine writes that file.
         """
-        usual = StoreConfig(root=config.root)
-        for name in _NOT_OURS:
-            if (found := getattr(config, name)) != getattr(usual, name):
-                raise ConfigError(
-                    f"option '{name}': found {found!r}, expected nothing: it is for vLLM's adapter"
-                )
         if identity.tenant not in (None, config.tenant):
             raise ConfigError(
                 f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
@@ -73,7 +74,11 @@ class KvStore:
         self._rank = rank
         self._anywhere = anywhere
         self.deadline = deadline or config.deadline
-        self.directory = Root.of(config).open_namespace(identity)
+        self.directory = call_with_deadline(
+            lambda: Root.of(config).open_namespace(identity),
+            START_UP_S,
+            f"option 'root': {config.root} did not answer",
+        )
         file_layouts: dict[int, FileLayout] = {}
         self._layouts: dict[int, GroupLayout] = {}
         self._strides: list[int] = []
@@ -120,7 +125,8 @@ class KvStore:
             self.lookup = Lookup(config, recompute_s=patience(per_chunk), clock=clock)
             made.callback(self.lookup.close)
             self._uses = Uses[ChunkId](lambda: self.lookup.touch_interval_s, self.lookup.is_storing)
-            self.watch = Watch(config, self.lookup, engine_rank=0)
+            watched = config if number is not None else replace(config, health_file=None)
+            self.watch = Watch(watched, self.lookup, engine_rank=number or 0)
             made.callback(self.watch.close)
             self.lookup.attach(
                 [RankFiles(self.directory.path, rank, self.mover.file_nbytes)],
@@ -131,6 +137,9 @@ class KvStore:
             )
             made.pop_all()
         self.watch.namespace = os.path.relpath(self.directory.path, config.root)
+        if not quiet:
+            sizes = "+".join(str(nbytes) for nbytes in self.mover.file_nbytes.values())
+            logger.info("fskv: namespace %s; a file has %s bytes", self.directory.path, sizes)
 
     def used(
         self, before: Sequence[ChunkId], chunks: Sequence[ChunkId], *, there: bool
@@ -248,4 +257,26 @@ def open_store(
     pages: Mapping[int, Sequence[Memory]],
 ) -> KvStore:
     """Open a store with `options` as docs/vllm.md names them, of which `root` is the only one needed."""
-    return KvStore(StoreConfig.from_mapping(dict(options)), identity, pages)
+    return KvStore(options_of(options), identity, pages)
+
+
+def options_of(
+    options: Mapping[str, Any], ours: Collection[str] = (), most_deadline_s: float = math.inf
+) -> StoreConfig:
+    """Return the options of a store; raises ConfigError for vLLM's alone, but for those that are `ours`.
+
+    An engine waits no longer for a call than a `load_deadline_s` of `most_deadline_s` allows.
+    """
+    config = StoreConfig.from_mapping(options)
+    usual = StoreConfig(root=config.root)
+    for name in _NOT_OURS:
+        if name not in ours and (found := getattr(config, name)) != getattr(usual, name):
+            raise ConfigError(
+                f"option '{name}': found {found!r}, expected nothing: it is for vLLM's adapter"
+            )
+    if config.load_deadline_s > most_deadline_s:
+        raise ConfigError(
+            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {most_deadline_s:g} at "
+            "most: the engine waits no longer for a call"
+        )
+    return config

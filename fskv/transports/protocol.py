@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from fskv.observe.state_log import Once
 from fskv.plan.spans import SpanTable
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class SlotPool(Generic[SlotT]):
         self._free: list[SlotT] = []
         self.num_made = 0
         self._num_used = 0
-        self._complained = False  # about memory, since the last slot that could be made
+        self._say = Once().say
         self._no_device = False  # and it was said
 
     @property
@@ -157,11 +158,8 @@ class SlotPool(Generic[SlotT]):
             with self._lock:
                 self._num_used -= 1
                 self.num_made -= 1
-                first, self._complained = not self._complained, True
-            if first:
-                logger.warning("fskv: no memory for staging slot %d: %s", index, error)
+            self._say(f"no memory for a staging slot: {error}", logging.WARNING)
             return None
-        self._complained = False
         return slot
 
     @contextlib.contextmanager

@@ -54,8 +54,9 @@ with warnings.catch_warnings():
 
     from fskv.engines.lmcache import FskvAdapter, server
     from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, Model, chunk_of
+    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, chunk_of
     from fskv.errors import ConfigError
+    from fskv.identity.checkpoint_place import Checkpoint
     from fskv.offload import BlockingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -617,6 +618,16 @@ def test_a_model_that_was_stopped_is_seen_in_the_status_and_in_the_metrics(
     assert world.lookup(both) == [False, True]
 
 
+@pytest.mark.parametrize(("path", "files"), [("h{rank}", ["h0", "h1"]), ("h", ["h"])])
+def test_each_namespace_has_a_health_file_or_the_first_has_it(make, tmp_path, path, files):
+    (tmp_path / "health").mkdir()
+    world = make(health_file=str(tmp_path / "health" / path))
+    both = [*keys([1]), *keys([1], model_name="other")]
+    assert world.store(both, world.objects(0, 1)).is_successful()
+    world.adapter.close()
+    assert sorted(each.name for each in (tmp_path / "health").iterdir()) == files
+
+
 def test_a_model_that_was_stopped_before_it_had_a_namespace_is_not_healthy(
     make, monkeypatch, tmp_path
 ):
@@ -634,10 +645,10 @@ def test_metrics_that_cannot_be_published_cost_no_transfer(make, monkeypatch, ca
     def fails(*_):
         raise ValueError("Duplicated timeseries")
 
-    monkeypatch.setattr(module.Publisher, "publish", fails)
+    monkeypatch.setattr(module.Publisher, "_publish", fails)
     assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
     (store,) = world.adapter._open_stores()
-    store._publish_at = 0.0
+    store.publisher._next_at = 0.0
     assert world.load(keys([1]), world.objects(1)) == [True]
     assert caplog.text.count("are not published") == 2
 
@@ -654,25 +665,14 @@ def test_another_kind_of_objects_than_there_may_be_says_so(make, monkeypatch, ca
     assert world.lookup(keys([1])) == [True]
 
 
-def test_what_was_said_is_said_again_later_and_not_without_end(make, monkeypatch, caplog):
-    """A sentence may hold a client's words, so that each is a new one."""
-    adapter = make().adapter
-    for number in range(3 * module._MAX_SAID):
-        adapter._say(f"flood {number}")
-        adapter._say("flood 0")
-    assert caplog.text.count("flood ") == module._MAX_SAID
-    assert caplog.text.count("flood 0\n") == 1
-    monkeypatch.setattr(module, "_SAY_S", 0.0)
-    adapter._say("of another day")
-    assert "of another day" in caplog.text
-
-
 def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_WATCH_S", 0.02)
     models, files = watched(tmp_path, "m", "other")
-    held, changed = threading.Event(), Model.changed
+    held, changed = threading.Event(), Checkpoint.changed
     monkeypatch.setattr(
-        Model, "changed", lambda self: held.wait(60) if self.name == "m" else changed(self)
+        Checkpoint,
+        "changed",
+        lambda self: held.wait(60) if self.place == models["m"]["checkpoint"] else changed(self),
     )
     world = make(models=models)
     both = [*keys([1]), *keys([1], model_name="other")]

@@ -124,7 +124,7 @@ def facts(monkeypatch):
         checkpoint="m",
         started_at=0.0,
     )
-    monkeypatch.setattr(storage, "gather_facts", lambda: told)
+    monkeypatch.setattr(server, "gather_facts", lambda: told)
 
 
 def backend_at(root, pool, beside=(), *, is_mla=False, made=None, **options):
@@ -437,7 +437,7 @@ def test_states_that_are_kept_elsewhere_are_refused(make):
     odd.slot_state_device_tensors = [torch.zeros(1)]
     with pytest.raises(ConfigError, match="side states"):
         make(beside={PoolName.MAMBA: odd})
-    with pytest.raises(ConfigError, match="found 'layer_first', expected a page_first one"):
+    with pytest.raises(ConfigError, match="found 'layer_first', expected one of page_first, "):
         make(beside={PoolName.MAMBA: state_pool(layout="layer_first")})
 
 

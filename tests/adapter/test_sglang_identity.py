@@ -19,17 +19,15 @@ from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.harmless import HARMLESS_ARGUMENTS, HARMLESS_VARIABLES, VARIABLES
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
-    _NEEDED,
     ServerFacts,
     build_identity,
     call_deadline,
     file_rank,
-    store_options,
     take_options,
 )
 from fskv.errors import ConfigError, RestError
 from fskv.identity.rules import environment, settings
-from fskv.offload import KvStore
+from fskv.offload import BlockingStore, KvStore, Page
 from fskv.types import ChunkId
 
 torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
@@ -64,6 +62,11 @@ ARGUMENTS = {
     "api_key": None,
     "mem_fraction_static": None,
 }
+NEEDED = (
+    *("model_path", "load_format", "kv_cache_dtype", "enable_lora", "speculative_algorithm"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    "hicache_storage_backend",
+)
 ABSENT = object()  # in the place of an argument: this SGLang has none of that name
 RANKS = SimpleNamespace(
     tp_rank=0,
@@ -241,7 +244,7 @@ def test_what_does_not_change_kv_shares(derive, what):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_sglang_has_no_more_is_refused_in_one_sentence_or_not_needed(derive, name):
     """The control: others are not needed, and with all of them there is an identity."""
-    if name not in (*_NEEDED, "load_format"):
+    if name not in NEEDED:
         derive(arguments={name: ABSENT})
         return
     with pytest.raises(ConfigError, match=f"no server argument '{name}'") as refusal:
@@ -280,6 +283,7 @@ def test_no_secret_is_in_a_manifest(derive):
 OTHER_WEIGHTS = {
     "weight_cache_mode": "client",
     "kt_weight_path": "/x",
+    "quantization_param_path": "/x",
     "modelopt_quant": "fp8",
     "modelopt_checkpoint_restore_path": "/x",
     "modelopt_checkpoint_save_path": "/x",
@@ -297,7 +301,6 @@ OTHER_WEIGHTS = {
             {"arguments": {"speculative_algorithm": "EAGLE"}},
             "--speculative-algorithm: found 'EAGLE'",
         ),
-        ({"arguments": {"quantization_param_path": "/x"}}, "--quantization-param-path"),
         ({"arguments": {"hicache_storage_backend": None}}, "attached to a running engine"),
         ({"arguments": {"load_format": "dummy"}}, "--load-format: found 'dummy'"),
         *(
@@ -366,7 +369,7 @@ def test_a_checkpoint_that_was_replaced_after_the_process_had_started_is_refused
 
 
 def test_when_a_process_was_started_is_told_in_the_time_of_files():
-    code = "from fskv.engines.sglang.server import _started_at; print(_started_at())"
+    code = "from fskv.identity import checkpoint_place as p; print(p.process_started_at())"
     before = time.time()
     told = float(
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
@@ -431,9 +434,9 @@ def _outside(pool):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_uneven, "uneven distances"),
-        (_outside, "outside of its buffers"),
-        (lambda pool: setattr(pool, "size_per_token", 200), "expected all of them"),
+        (_uneven, "at even distances"),
+        (_outside, "inside of its buffers"),
+        (lambda pool: setattr(pool, "size_per_token", 200), "768 bytes of a page, expected 800"),
         (lambda pool: setattr(pool, "target_layer_num", 2), "layers of a draft model"),
         (lambda pool: setattr(pool, "dcp_size", 2), "--dcp-size"),
         (lambda pool: setattr(pool, "kv_buffer", None), "no contiguous buffer"),
@@ -461,11 +464,11 @@ NAMES = {"backend_name": "fskv", "module_path": "fskv.engines.sglang", "class_na
 def test_options_are_taken_and_wrong_ones_refused():
     config = take_options({**NAMES, "interface_v1": 1, "root": "/mnt/kv", "weights_id": "w"})
     assert (config.root, config.weights_id) == ("/mnt/kv", "w")
-    assert store_options(config, RANKS).weights_id is None
     for options, sentence in (
         ({"root": "/mnt/kv"}, "'interface_v1'"),
         ({"interface_v1": 1}, "option 'root'"),
         ({"interface_v1": 1, "root": "/mnt/kv", "max_byte": 1}, "did you mean 'max_bytes'"),
+        ({"interface_v1": 1, "root": "/mnt/kv", "load_budget": "on"}, "it is for vLLM's adapter"),
         (
             {"interface_v1": 1, "root": "/mnt/kv", "load_deadline_s": 7.5},
             "'load_deadline_s': found 7.5, expected 7 at most",
@@ -504,25 +507,16 @@ def test_latents_beside_pools_of_ranks_are_refused(derive):
     derive(ranks=shared)  # the control
 
 
-def test_the_first_rank_writes_the_health_file():
-    config = take_options({"interface_v1": 1, "root": "/mnt/kv", "health_file": "/run/kv{rank}"})
-    for ranks, expected in (({"dp_rank": 2}, "/run/kv2"), ({"tp_rank": 1}, None)):
-        own = SimpleNamespace(**{**vars(RANKS), **ranks})
-        assert store_options(config, own).health_file == expected
-
-
 def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
-    memory = bytearray(PAGE_NBYTES * 2)
+    memory = bytearray(PAGE_NBYTES)
     config = StoreConfig(root=str(tmp_path), maintenance="off")
-    kv = KvStore(config, identity("toy"), {0: [memoryview(memory)]})
+    one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
+    store = BlockingStore(KvStore(config, one_block, {0: [memoryview(memory)]}), PAGE_NBYTES)
     publisher = Publisher("sglang", {"tp_rank": "3"})
-    kv.lookup.begin_store([CHUNK])
-    kv.mover.store(1, kv.moves(CHUNK, [0, 1]))
-    while kv.lookup.storing:
-        kv.step()
-    publisher.publish(kv)
-    publisher.publish(kv)  # nothing is counted twice
-    kv.close()
+    assert store.store([Page(CHUNK, 0)]) == [True]
+    publisher.publish(store)
+    publisher.publish(store, now=True)  # nothing is counted twice
+    store.close()
     text = generate_latest().decode()
     assert 'sglang:fskv_stored_chunks_total{tp_rank="3"} 1.0' in text
     assert 'sglang:fskv_lookup_misses_total{reason="absent",tp_rank="3"} 0.0' in text

@@ -14,19 +14,20 @@ import time
 import msgpack
 import pytest
 from places import REPOSITORY
-from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
+from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, Engine, chunks_of, identity
 from world import damage, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Limits, RootState
+from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.errors import ConfigError
 from fskv.observe import metrics
 from fskv.observe.health_file import HealthFile
-from fskv.offload import open_store, watch
+from fskv.offload import KvStore, open_store, watch
 from fskv.transports import host
 from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Presence, Status
@@ -369,6 +370,17 @@ def test_the_health_file_of_a_store_is_written(engine, tmp_path):
     toy = engine(health_file=str(path))
     toy.run(PROMPT)
     wait_for(lambda: path.exists() and json.loads(path.read_text())["conditions"] == [])
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "health0"), (2, "health2"), (None, None)])
+def test_stores_of_one_engine_have_health_files_of_their_own(tmp_path, number, name):
+    config = StoreConfig(
+        root=str(tmp_path), maintenance="off", health_file=f"{tmp_path}/health{{rank}}"
+    )
+    pages = {0: [memoryview(bytearray(PAGE_NBYTES))]}
+    kv = KvStore(config, identity("toy"), pages, number=number)
+    kv.close()
+    assert kv.watch.health_file == (name and f"{tmp_path}/{name}")
 
 
 def conditions(path):

@@ -10,7 +10,8 @@ import threading
 from world import Clock
 
 from fskv.data_path.breaker import Breaker
-from fskv.observe.state_log import MAX_LINES, WINDOW_S, StateLog
+from fskv.observe import state_log
+from fskv.observe.state_log import MAX_LINES, MAX_SENTENCES, WINDOW_S, Once, StateLog
 from fskv.types import Status
 
 
@@ -42,6 +43,18 @@ def test_whatever_a_value_holds_it_is_one_line_that_can_be_read_back(caplog):
         read = json.loads(value) if value.startswith('"') else value
         assert read == text if len(text) < 400 else text.startswith(read[:-1])
     assert shlex.split(_lines(caplog)[2])[2] == "value=event=other", "quoted: no second event"
+
+
+def test_a_sentence_is_said_again_later_and_new_ones_not_without_end(caplog, monkeypatch):
+    """A sentence may hold a client's words, so that each is a new one."""
+    once = Once()
+    for number in range(3 * MAX_SENTENCES):
+        once.say(f"flood {number}")
+        once.say("flood 0")
+    assert _lines(caplog) == [f"fskv: flood {number}" for number in range(MAX_SENTENCES)]
+    monkeypatch.setattr(state_log, "WINDOW_S", 0.0)
+    once.say("flood 0")
+    assert _lines(caplog)[-1] == "fskv: flood 0"
 
 
 def test_a_state_that_flaps_is_said_a_few_times_and_how_often_it_was_not(caplog):

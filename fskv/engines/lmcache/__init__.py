@@ -1,9 +1,6 @@
 """LMCache imports FskvAdapter from here, as users write: `"module_path": "fskv.engines.lmcache"`."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fskv.engines.lmcache.adapter import FskvAdapter as FskvAdapter
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ object: a task that waited too long for its turn touches it no more.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import logging
 import queue
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from lmcache import __version__ as lmcache_version
 from lmcache.lmcache_native import Bitmap
@@ -32,7 +33,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.threads import FINGERPRINT_S, START_UP_S, call_with_deadline
 from fskv.engines.lmcache.identity import (
     Model,
     ObjectKind,
@@ -40,19 +41,20 @@ from fskv.engines.lmcache.identity import (
     chunk_of,
     object_nbytes,
     read_model,
-    store_options,
     take_options,
 )
 from fskv.engines.lmcache.server import check_arguments
 from fskv.engines.prometheus import Publisher
-from fskv.errors import ConfigError, FskvError
+from fskv.errors import ConfigError
+from fskv.observe.state_log import Once, refusals_said
 from fskv.offload import BlockingStore, KvStore, Page
 from fskv.root.root import Root
+from fskv.types import ChunkId
 
 logger = logging.getLogger(__name__)
+_Call: TypeAlias = "Callable[[BlockingStore, Any], list[bool]]"
+_Asked: TypeAlias = "Sequence[tuple[ObjectKind | None, Any]]"  # a page or a chunk
 
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
-_PUBLISH_S = 1.0
 _WATCH_S = 5.0  # an engine takes longer to load weights
 # So long after it was submitted a task may begin to touch LMCache's memory; it ends by its deadline then.
 _BEGIN_S = 60.0
@@ -63,39 +65,32 @@ _END_S = 1.0  # close() waits so long for our threads, once all stores are close
 _MAX_KINDS = 16  # each has threads, staging memory and a maintenance process
 # A call may last so much longer than its deadline: a grace, and another's step before it.
 _MARGIN_S = 10.0
-# In so many seconds a sentence is said once, and no more than so many sentences: some hold a client's words.
-_SAY_S, _MAX_SAID = 600.0, 16
 # Threads that wait for tasks: lookups are not behind loads, nor those behind stores.
 _THREADS = {"store": 2, "lookup": 2, "load": 4}
 
 
 class FskvAdapter(L2AdapterInterface):
-    """See the module docstring. Controllers may call from any of their threads."""
+    """LMCache's L2 plug-in over fskv's files. Controllers may call from any of their threads."""
 
+    @refusals_said()
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         """Open the root and read the checkpoints of all models; raises FskvError with one sentence."""
         super().__init__()
         if not logger.hasHandlers():  # LMCache's server has some for its own names alone
             init_logger("fskv")
-        try:
-            self._config, models = take_options(params)
-            if l1_memory_desc is None:
-                raise ConfigError("LMCache gave no memory of its objects (L1), expected one")
-            config = self._config
-            check_arguments(sys.argv[1:], _BEGIN_S + config.deadline.max_s + _MARGIN_S)
-            call_with_deadline(
-                lambda: Root.of(config),
-                START_UP_S,
-                f"option 'root': {config.root} did not answer",
-            )
-            self._models = call_with_deadline(
-                lambda: {n: read_model(n, entry) for n, entry in models.items()},
-                _FINGERPRINT_S,
-                "a checkpoint could not be read for a fingerprint (see 'weights_id')",
-            )
-        except FskvError as error:  # a traceback of LMCache's would bury it
-            logger.error("fskv: %s", error)
-            raise
+        self._config, models = take_options(params)
+        if l1_memory_desc is None:
+            raise ConfigError("LMCache gave no memory of its objects (L1), expected one")
+        config = self._config
+        check_arguments(sys.argv[1:], _BEGIN_S + config.deadline.max_s + _MARGIN_S)
+        call_with_deadline(
+            lambda: Root.of(config), START_UP_S, f"option 'root': {config.root} did not answer"
+        )
+        self._models = call_with_deadline(
+            lambda: {n: read_model(n, entry) for n, entry in models.items()},
+            FINGERPRINT_S,
+            "a checkpoint could not be read for a fingerprint (see 'weights_id')",
+        )
         self._address = int(l1_memory_desc.ptr)
         arena = (ctypes.c_char * int(l1_memory_desc.size)).from_address(self._address)
         self._memory = memoryview(arena).cast("B")
@@ -106,22 +101,20 @@ class FskvAdapter(L2AdapterInterface):
         self._stores: dict[ObjectKind, _Opening] = {}
         self._kinds: dict[tuple[str, int, int], ObjectKind] = {}  # the last one seen of each
         self._stopped: set[str] = set()  # models whose weights are in doubt
-        self._said: dict[str, float] = {}  # when
+        self._say = Once().say
         self._closed = False
         self._ending = threading.Event()
         self._queues: dict[str, queue.SimpleQueue[Any]] = {n: queue.SimpleQueue() for n in _THREADS}
         self._threads = [
-            threading.Thread(target=self._run, args=(name,), name=f"fskv-{name}", daemon=True)
+            _started(functools.partial(self._run, name), f"fskv-{name}")
             for name, number in _THREADS.items()
             for _ in range(number)
         ]
         self._threads += [  # one for each: a mount that hangs holds up no other model
-            threading.Thread(target=self._watch, args=(model,), name="fskv-watch", daemon=True)
-            for model in self._models.values()
-            if model.files is not None
+            _started(functools.partial(self._watch, model), "fskv-watch")
+            for model in [*self._models.values()]
+            if model.checkpoint.watched
         ]
-        for thread in self._threads:
-            thread.start()
 
     # --- what LMCache calls -------------------------------------------------------------------
 
@@ -206,12 +199,7 @@ class FskvAdapter(L2AdapterInterface):
             self._closed = True
         self._ending.set()
         # This ends the calls of our threads. Beside one another: each may wait for a disk that hangs.
-        closing = [
-            threading.Thread(target=store.close, name="fskv-close", daemon=True)
-            for store in self._open_stores()
-        ]
-        for thread in closing:
-            thread.start()
+        closing = [_started(store.close, "fskv-close") for store in self._open_stores()]
         for thread in closing:
             thread.join()
         for name, number in _THREADS.items():
@@ -245,60 +233,54 @@ class FskvAdapter(L2AdapterInterface):
                 self._events[name].notify()
 
     def _present(self, keys: Sequence[Any], layouts: Mapping[int, Any], until: float) -> list[bool]:
-        kinds: list[ObjectKind | None] = []
+        asked: list[tuple[ObjectKind | None, Any]] = []
         for key in keys:
-            layout = layouts.get(key.object_group_id)
-            if not self._takes(key):
-                kinds.append(None)
-            elif layout is None:
-                kinds.append(self._kinds.get(_series(key)))
-            else:
-                kinds.append(ObjectKind.of(key, layout.shapes, layout.dtypes))
-        there = [False] * len(keys)
-        for kind, places in _by_kind(kinds).items():
-            store = self._store_of(kind, _OPENING * self._config.lookup_timeout_s)
-            if store is not None and time.monotonic() < until:
-                found = store.present([chunk_of(keys[place]) for place in places])
-                _put(there, places, found)
-        return there
+            kind, layout = self._kinds.get(_series(key)), layouts.get(key.object_group_id)
+            if layout is not None:
+                kind = ObjectKind.of(key, layout.shapes, layout.dtypes)
+            asked.append((kind, self._chunk(key)))
+        wait_s = _OPENING * self._config.lookup_timeout_s
+        return self._by_kind(BlockingStore.present, asked, wait_s, until)
 
     def _move(
-        self,
-        move: Callable[[BlockingStore, Sequence[Page]], list[bool]],
-        keys: Sequence[Any],
-        objects: Sequence[Any],
-        until: float,
+        self, move: _Call, keys: Sequence[Any], objects: Sequence[Any], until: float
     ) -> list[bool]:
         """Store or load objects, those that can be begun in time; returns which are good."""
-        kinds: list[ObjectKind | None] = []
+        asked: list[tuple[ObjectKind | None, Any]] = []
         for key, obj in zip(keys, objects, strict=True):
             shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
             kind = ObjectKind.of(key, shapes or [obj.get_shape()], dtypes or [obj.get_dtype()])
-            # An object that was narrowed holds something else than its layout says.
-            whole = obj.get_size() == object_nbytes(kind)
-            kinds.append(kind if whole and self._takes(key) else None)
             self._kinds[_series(key)] = kind
-        good = [False] * len(keys)
-        for kind, places in _by_kind(kinds).items():
-            store = self._store_of(kind, self._config.deadline.max_s)
+            chunk, page = self._chunk(key), None
+            # An object that was narrowed holds something else than its layout says.
+            if chunk is not None and obj.get_size() == object_nbytes(kind):
+                page = Page(chunk, int(obj.data_ptr) - self._address)
+            asked.append((kind, page))
+        return self._by_kind(move, asked, self._config.deadline.max_s, until)
+
+    def _by_kind(self, call: _Call, asked: _Asked, wait_s: float, until: float) -> list[bool]:
+        """Call once for each kind; returns what that says of each asked one, False where it was too late."""
+        places: dict[ObjectKind, dict[int, Any]] = {}
+        for place, (kind, one) in enumerate(asked):
+            if kind is not None and one is not None:
+                places.setdefault(kind, {})[place] = one
+        good = [False] * len(asked)
+        for kind, own in places.items():
+            store = self._store_of(kind, wait_s)
             # After close() the memory is LMCache's alone.
             if store is not None and not self._closed and time.monotonic() < until:
-                pages = [
-                    Page(chunk_of(keys[place]), int(objects[place].data_ptr) - self._address)
-                    for place in places
-                ]
-                _put(good, places, move(store, pages))
-                store.publish()
+                for place, found in zip(own, call(store, [*own.values()]), strict=True):
+                    good[place] = found
+                store.publisher.publish(store)
         return good
 
-    def _takes(self, key: Any) -> bool:
-        """Say whether a key names one object only; says why not."""
+    def _chunk(self, key: Any) -> ChunkId | None:
+        """Return the chunk of a key, None for one that may name several objects; says why."""
         try:
-            chunk_of(key)
+            return chunk_of(key)
         except ValueError as error:
             self._say(str(error))
-            return False
-        return True
+            return None
 
     # --- namespaces ---------------------------------------------------------------------------
 
@@ -320,9 +302,7 @@ class FskvAdapter(L2AdapterInterface):
             if opening is None and not (full or self._closed):
                 opening = self._stores[kind] = _Opening()
                 arguments = (kind, len(self._stores) - 1, opening)
-                threading.Thread(
-                    target=self._open, args=arguments, name="fskv-open", daemon=True
-                ).start()
+                _started(functools.partial(self._open, *arguments), "fskv-open")
         if full:
             self._say(
                 f"there are {_MAX_KINDS} kinds of objects, so another one is neither stored nor loaded: "
@@ -355,17 +335,14 @@ class FskvAdapter(L2AdapterInterface):
         model = self._models.get(kind.model)
         if model is None:  # it was stopped meanwhile
             return None
+        # Without a name for each, the first one has the health file.
+        own_health = number == 0 or "{rank}" in (self._config.health_file or "")
         kv = KvStore(
-            store_options(self._config, number),
+            self._config,
             build_identity(model, kind, str(lmcache_version)),
             {kind.group: [self._memory]},
             anywhere=True,
-        )
-        logger.info(
-            "fskv: namespace %s; an object of %d bytes is one file of %d",
-            kv.directory.path,
-            object_nbytes(kind),
-            kv.mover.file_nbytes[kind.group],
+            number=number if own_health else None,
         )
         return _Store(kv, kind)
 
@@ -376,7 +353,7 @@ class FskvAdapter(L2AdapterInterface):
         """
         while not self._ending.wait(_WATCH_S):
             try:
-                if not model.changed():
+                if not model.checkpoint.changed():
                     continue
                 self._stopped.add(model.name)
                 self._models.pop(model.name, None)  # none is opened any more, or handed out
@@ -386,7 +363,7 @@ class FskvAdapter(L2AdapterInterface):
                             f"the checkpoint of {model.name} was changed (stop its engines and this "
                             "server, then start both)"
                         )
-                        store.publish(now=True)  # no transfer does it any more
+                        store.publisher.publish(store, now=True)  # no transfer does it any more
                 return
             except Exception:  # the next round tries again
                 logger.exception("fskv: watching the checkpoint of %s", model.name)
@@ -395,16 +372,6 @@ class FskvAdapter(L2AdapterInterface):
         with self._lock:
             ended = [opening.result() for opening in self._stores.values() if opening.done()]
         return [store for store in ended if store is not None]
-
-    def _say(self, sentence: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._said = {said: at for said, at in self._said.items() if now - at < _SAY_S}
-            new = sentence not in self._said and len(self._said) < _MAX_SAID
-            if new:
-                self._said[sentence] = now
-        if new:
-            logger.error("fskv: %s", sentence)
 
 
 class _Opening(Future["_Store | None"]):
@@ -424,19 +391,7 @@ class _Store(BlockingStore):
         self.model = kind.model
         self._own = kv
         labels = {"model": kind.model, "world": str(kind.world_size), "group": str(kind.group)}
-        self._publisher = Publisher("lmcache", labels)
-        self._publish_at = 0.0
-
-    def publish(self, *, now: bool = False) -> None:
-        """Publish fskv's metrics, at most once a second or `now`; never raises."""
-        if not now and time.monotonic() < self._publish_at:
-            return
-        self._publish_at = time.monotonic() + _PUBLISH_S
-        try:
-            self.with_store(self._publisher.publish)
-        except Exception:  # what was moved is good all the same
-            self._publish_at = time.monotonic() + _SAY_S
-            logger.exception("fskv: metrics of %s are not published", self.namespace)
+        self.publisher = Publisher("lmcache", labels)
 
     def nbytes(self) -> int:
         capacity = self._own.lookup.capacity
@@ -446,21 +401,14 @@ class _Store(BlockingStore):
         return bool(self._own.lookup.breaker.open or self._own.lookup.stopped)
 
 
+def _started(call: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 def _series(key: Any) -> tuple[str, int, int]:
     return key.model_name, key.kv_rank >> 24, key.object_group_id
-
-
-def _by_kind(kinds: Sequence[ObjectKind | None]) -> dict[ObjectKind, list[int]]:
-    places: dict[ObjectKind, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        if kind is not None:
-            places.setdefault(kind, []).append(place)
-    return places
-
-
-def _put(all_of: list[bool], places: Sequence[int], found: Sequence[bool]) -> None:
-    for place, one in zip(places, found, strict=True):
-        all_of[place] = one
 
 
 def _bitmap(good: Sequence[bool]) -> Any:

@@ -17,28 +17,49 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from fskv.config import StoreConfig
 from fskv.engines.vllm.harmless import HARMLESS_OPTIONS
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind
-from fskv.identity.checkpoint_place import checkpoint_place, model_name
-from fskv.identity.fingerprint import (
-    changed_file,
-    checkpoint_state,
-    kv_config,
-    weights_fingerprint,
-)
+from fskv.identity.checkpoint_place import Checkpoint, model_name
+from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import settings
 from fskv.namespace import GroupIdentity, Identity, Json
+from fskv.offload.kv_store import options_of
 from fskv.types import ChunkId
+
+
+def _is_server(value: Any) -> bool:
+    if not isinstance(value, Sequence) or [type(number) for number in value] != [int, int]:
+        return False
+    return bool(0 <= value[0] < value[1])
+
 
 _REQUIRED = ("engine", "arch", "attention_backend", "block_size", "settings", "media", "server")
 _OPTIONAL = ("isa", "checkpoint", "revision", "weights_id")
-_NO_TEXT = ("block_size", "settings", "server")
+# Of each word of a model: whether a value is good, and what is expected.
+_WORDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (*_REQUIRED, *_OPTIONAL), (lambda value: isinstance(value, str) and value != "", "text")
+    ),
+    "block_size": (
+        lambda value: type(value) is int and value > 0,
+        "tokens, a number above 0",
+    ),
+    "settings": (lambda value: isinstance(value, Mapping), "an object, {} for none"),
+    "media": (
+        lambda value: value in ("none", "trusted"),
+        '"none", if no request has any, or "trusted"',
+    ),
+    "server": (
+        _is_server,
+        "[index, count] of this server in the engine's 'lmcache.mp.server_urls', [0, 1] for one server",
+    ),
+}
 # Settings, as `normal` spells them, under which one key stands for more than one KV.
 _REFUSED = {
     "enable_lora": "LMCache's keys do not hold the adapter",
@@ -66,35 +87,11 @@ class Model:
     """What is known of a model's KV beside the keys and layouts of its objects."""
 
     name: str
+    entry: Mapping[str, Any]  # the user's words
+    settings: Mapping[str, Json]  # of those, by their normal names
     weights: str
     model_config: Mapping[str, Json]
-    engine: str  # and its version
-    arch: str
-    attention_backend: str
-    block_size: int  # tokens
-    isa: str | None  # by which vLLM's attention on CPUs packs a page
-    settings: Mapping[str, Json]  # by their normal names
-    server: tuple[int, int]  # its index, and how many the engine has
-    checkpoint: str  # as the user names it
-    revision: str | None
-    place: str  # of the checkpoint
-    # Their state before the fingerprint; None: the user named the weights.
-    files: Mapping[str, Any] | None
-
-    def changed(self) -> bool:
-        """Say whether files of the checkpoint are others now: an engine may have loaded those since.
-
-        They are elsewhere when a branch of the hub has moved on.
-        """
-        if self.files is None:
-            return False
-        place = checkpoint_place(self.checkpoint, self.revision)
-        if place != self.place and os.path.exists(place):
-            return True
-        try:
-            return changed_file(self.place, self.files) is not None
-        except ConfigError:  # it cannot be read just now: what comes back is looked at
-            return False
+    checkpoint: Checkpoint  # before the fingerprint; watched unless the user named the weights
 
 
 class ObjectKind(NamedTuple):
@@ -127,25 +124,11 @@ def take_options(params: Mapping[str, Any]) -> tuple[StoreConfig, dict[str, Mapp
             f"option 'models': found {models!r}, expected an object with an entry for each model, "
             "by the name that its engine was started with"
         )
-    config = StoreConfig.from_mapping(own)
+    config = options_of(own, ours=("weights_fixed",), most_deadline_s=_MAX_DEADLINE_S)
     if not config.weights_fixed:
         raise ConfigError(
             "option 'weights_fixed': found false, expected true: LMCache does not tell when an engine "
             "changes its weights while it runs, so you promise that none does"
-        )
-    if config.load_deadline_s > _MAX_DEADLINE_S:
-        raise ConfigError(
-            f"option 'load_deadline_s': found {config.load_deadline_s:g}, expected {_MAX_DEADLINE_S:g} at "
-            "most: LMCache's locks on its memory end by themselves"
-        )
-    if config.trust:
-        raise ConfigError(
-            f"option 'trust': found {[*config.trust]!r}, expected nothing: each model in 'models' has "
-            "'media'"
-        )
-    if config.weights_id is not None:
-        raise ConfigError(
-            f"option 'weights_id': found {config.weights_id!r}, expected nothing beside 'models'"
         )
     for name, entry in models.items():
         _check_entry(f"option 'models': {name!r}", entry)
@@ -159,52 +142,23 @@ def _check_entry(where: str, entry: Any) -> None:
         raise ConfigError(
             f"{where}: '{missing[0]}' is missing: LMCache does not tell it to a plug-in"
         )
-    if strange := sorted(set(entry) - {*_REQUIRED, *_OPTIONAL}):
-        raise ConfigError(f"{where}: found '{strange[0]}', expected one of the known names")
     for name, value in entry.items():
-        if name not in _NO_TEXT and (not isinstance(value, str) or not value):
-            raise ConfigError(f"{where}: '{name}' is {value!r}, expected text")
-    _check_pages(where, entry)
-    if entry["media"] not in ("none", "trusted"):
+        if name not in _WORDS:
+            raise ConfigError(f"{where}: found '{name}', expected one of the known names")
+        is_good, expected = _WORDS[name]
+        if not is_good(value):
+            raise ConfigError(f"{where}: '{name}' is {value!r}, expected {expected}")
+    if entry["arch"].startswith(_ON_CPUS) != ("isa" in entry):
         raise ConfigError(
-            f'{where}: \'media\' is {entry["media"]!r}, expected "none", if no request has any, or "trusted"'
+            f"{where}: 'isa' is {entry.get('isa')!r} with 'arch' {entry['arch']!r}, expected it with a CPU's "
+            "alone, whose pages are packed for its instructions"
         )
-    server = entry["server"]
-    if (
-        not isinstance(server, Sequence)
-        or [type(number) for number in server] != [int, int]
-        or not 0 <= server[0] < server[1]
-    ):
-        raise ConfigError(
-            f"{where}: 'server' is {server!r}, expected [index, count] of this server in the engine's "
-            "'lmcache.mp.server_urls', [0, 1] for one server"
-        )
-    settings = entry["settings"]
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: 'settings' is {settings!r}, expected an object, {{}} for none")
-    names = [normal(name) for name in settings]
+    names = [normal(name) for name in entry["settings"]]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{where}: '{twice[0]}' is in 'settings' twice, expected one spelling")
-    for name, value in settings.items():
+    for name, value in entry["settings"].items():
         if value and value not in _STRONG_HASHES and (reason := _REFUSED.get(normal(name))):
             raise ConfigError(f"{where}: found '{name}', expected none: {reason}")
-
-
-def _check_pages(where: str, entry: Mapping[str, Any]) -> None:
-    """Check what says how KV lies in a page of the engine, and so in an object."""
-    size = entry["block_size"]
-    if type(size) is not int or size <= 0:
-        raise ConfigError(f"{where}: 'block_size' is {size!r}, expected tokens, a number above 0")
-    on_cpu = str(entry["arch"]).startswith(_ON_CPUS)
-    if on_cpu and "isa" not in entry:
-        raise ConfigError(
-            f"{where}: 'isa' is missing: pages of an engine on a CPU are packed for its instructions, and "
-            "LMCache does not tell which"
-        )
-    if "isa" in entry and not on_cpu:
-        raise ConfigError(
-            f"{where}: found 'isa' with 'arch' {entry['arch']!r}, expected it with a CPU's alone"
-        )
 
 
 def normal(name: str) -> str:
@@ -212,26 +166,13 @@ def normal(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def store_options(config: StoreConfig, number: int) -> StoreConfig:
-    """Return the options of the store with this number, without those that are the identity's."""
-    health_file = config.health_file
-    if health_file is not None:
-        health_file = (
-            health_file.replace("{rank}", str(number))
-            if number == 0 or "{rank}" in health_file
-            else None
-        )
-    return replace(config, weights_fixed=False, health_file=health_file)
-
-
 def read_model(name: str, entry: Mapping[str, Any]) -> Model:
     """Read a model's checkpoint for its configuration and a fingerprint; raises ConfigError."""
-    checkpoint, revision = entry.get("checkpoint", name), entry.get("revision")
-    place = checkpoint_place(checkpoint, revision)
     weights_id = entry.get("weights_id")
-    files = None
-    if weights_id is None and os.path.exists(place):
-        files = checkpoint_state(place)
+    checkpoint = Checkpoint(
+        entry.get("checkpoint", name), entry.get("revision"), watched=weights_id is None
+    )
+    place = checkpoint.place
     weights = weights_fingerprint(place, weights_id=weights_id)
     found = {each: _json_of(os.path.join(place, each)) for each in _CONFIGS}
     media = sorted(
@@ -242,22 +183,13 @@ def read_model(name: str, entry: Mapping[str, Any]) -> Model:
             f"option 'models': {name!r}: 'media' is \"none\" for a model with '{media[0]}' in its "
             "configuration, expected \"trusted\": LMCache's keys hold the engine's own names of media"
         )
-    model_config: dict[str, Any] = kv_config(found["config.json"])
     return Model(
         name=name,
-        weights=weights,
-        model_config=model_config,
-        engine=entry["engine"],
-        arch=entry["arch"],
-        attention_backend=entry["attention_backend"],
-        block_size=entry["block_size"],
-        isa=entry.get("isa"),
+        entry=entry,
         settings={normal(each): value for each, value in entry["settings"].items()},
-        server=tuple(entry["server"]),
+        weights=weights,
+        model_config=cast("dict[str, Json]", kv_config(found["config.json"])),
         checkpoint=checkpoint,
-        revision=revision,
-        place=place,
-        files=files,
     )
 
 
@@ -310,14 +242,14 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
     return Identity(
         engine="lmcache",
         engine_version=version,
-        arch=model.arch,
+        arch=model.entry["arch"],
         model_name=model_name(model.name),
         weights=model.weights,
         model_config=model.model_config,
         kv_cache_dtype=str(model.settings.get("kv_cache_dtype", dtypes)),
         model_dtype=str(model.settings.get("dtype", dtypes)),
         kv_cache_layout="lmcache-object",
-        attention_backend=model.attention_backend,
+        attention_backend=model.entry["attention_backend"],
         # LMCache's objects have tokens second to last; the whole shape is in the group.
         tokens_per_hash=first[-2] if len(first) > 2 else 1,
         blocks_per_chunk=1,
@@ -335,15 +267,14 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
         hash_seed="none",
         topology={
             "world": kind.world_size,  # of one server
-            "server": model.server[0],
-            "servers": model.server[1],
+            "server": model.entry["server"][0],
+            "servers": model.entry["server"][1],
         },
         lora="off",
         extra={
-            "computed_by": model.engine,
+            "computed_by": model.entry["engine"],
             **({"settings": told} if told else {}),
-            "block_size": model.block_size,
-            **({"isa": model.isa} if model.isa is not None else {}),
+            **{name: model.entry[name] for name in ("block_size", "isa") if name in model.entry},
         },
     )
 
@@ -356,17 +287,16 @@ def _check_isa(model: Model, kind: ObjectKind) -> None:
     import torch
 
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    if model.isa is None or not model.engine.startswith("vllm"):
+    isa, block_size = model.entry.get("isa"), model.entry["block_size"]
+    if isa not in ("amx", "vec") or not model.entry["engine"].startswith("vllm"):
         return
-    where = f"option 'models': {model.name!r}: 'isa' is {model.isa!r}"
-    if model.isa in ("amx", "vec") and model.block_size % 32:
-        raise ConfigError(f"{where} with a 'block_size' of {model.block_size}, expected \"vec16\"")
-    if has_amx is None or platform.machine() != "x86_64" or model.isa not in ("amx", "vec"):
+    where = f"option 'models': {model.name!r}: 'isa' is {isa!r}"
+    if block_size % 32:
+        raise ConfigError(f"{where} with a 'block_size' of {block_size}, expected \"vec16\"")
+    if has_amx is None or platform.machine() != "x86_64":
         return
-    if model.isa == "amx" and not has_amx():
-        raise ConfigError(f"{where} on a CPU without AMX, expected what vLLM chooses here")
-    if model.isa == "vec" and "bfloat16" in kind.dtypes and has_amx():
-        raise ConfigError(f'{where} for bfloat16 on a CPU with AMX, where vLLM chooses "amx"')
+    if not has_amx() if isa == "amx" else has_amx() and "bfloat16" in kind.dtypes:
+        raise ConfigError(f"{where} for {kind.dtypes[0]}, expected what vLLM chooses on this CPU")
 
 
 def object_nbytes(kind: ObjectKind) -> int:

@@ -1,9 +1,6 @@
 """SGLang imports FskvStorage from here, as users write: `"module_path": "fskv.engines.sglang"`."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fskv.engines.sglang.storage import FskvStorage as FskvStorage
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:

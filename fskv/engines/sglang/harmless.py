@@ -33,7 +33,7 @@ _ARGUMENTS = {
         file_storage_path enable_http_worker_reuseport engine_info_bootstrap_port
         disaggregation_bootstrap_port encoder_bootstrap_port
     """,
-    "it decides what runs when, what is kept and where memory goes": """
+    "it decides what runs when, what is kept and where memory goes, also how weights come into it": """
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens
         chunked_prefill_size prefill_decode_interval prefill_decode_interval_min_bs
         enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_*
@@ -44,7 +44,9 @@ _ARGUMENTS = {
         min_free_slots_delay pp_max_micro_batch_size pp_async_batch_depth stream_interval
         batch_notify_size incremental_streaming_output stream_response_default_include_usage
         enable_hierarchical_cache hicache_* radix_eviction_* lora_eviction_* max_mamba_cache*
-        _radix_eviction_policy_explicitly_set num_reserved_decode_tokens gc_*
+        _radix_eviction_policy_explicitly_set num_reserved_decode_tokens gc_* enable_memory_saver
+        weight_loader_disable_mmap weight_loader_prefetch_* weight_loader_drop_cache_after_load
+        startup_weight_load_mode enable_weights_cpu_backup
     """,
     "it changes rounding alone: graphs run the same kernels": """
         disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph cuda_graph_*
@@ -59,21 +61,13 @@ _ARGUMENTS = {
         enable_request_time_stats_logging load_publish_endpoint enable_forward_pass_metrics
         enable_trace trace_modules
     """,
-    "it says how weights come into memory, not which": """
-        weight_loader_disable_mmap weight_loader_prefetch_checkpoints startup_weight_load_mode
-        weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
-        enable_memory_saver enable_weights_cpu_backup
-    """,
 }
-_VARIABLES = {
-    "they log and test; they are of files, addresses and the storage": """
-        SGLANG_LOG_* SGLANG_TEST_* SGLANG_HICACHE_* SGLANG_DISAGGREGATION_* SGLANG_MOONCAKE_*
-        SGLANG_PROFILE_* SGLANG_TORCH_PROFILER_* SGLANG_GRAMMAR_* SGLANG_PORT SGLANG_HOST
-        SGLANG_USE_CPU_ENGINE SGLANG_RUN_ID SGLANG_BACKUP_PORT* SGLANG_CACHE_DIR SGLANG_HEALTH_*
-        SGLANG_IS_IN_CI* SGLANG_KILLPG_* SGLANG_PYSPY_* SGLANG_SCHEDULER_* SGLANG_REQ_*
-        SGLANG_FORCE_SHUTDOWN SGL_LOG_* SGL_FORCE_SHUTDOWN
-    """,
-}
+_VARIABLES = """
+    SGLANG_LOG_* SGLANG_TEST_* SGLANG_HICACHE_* SGLANG_DISAGGREGATION_* SGLANG_MOONCAKE_* SGLANG_PROFILE_*
+    SGLANG_TORCH_PROFILER_* SGLANG_GRAMMAR_* SGLANG_PORT SGLANG_HOST SGLANG_USE_CPU_ENGINE SGLANG_RUN_ID
+    SGLANG_BACKUP_PORT* SGLANG_CACHE_DIR SGLANG_HEALTH_* SGLANG_IS_IN_CI* SGLANG_KILLPG_* SGLANG_PYSPY_*
+    SGLANG_SCHEDULER_* SGLANG_REQ_* SGLANG_FORCE_SHUTDOWN SGL_LOG_* SGL_FORCE_SHUTDOWN
+"""  # they log and test, or are of files, addresses and the storage
 # SGLang reads these; what the libraries below it read, `rules` knows.
 VARIABLES = (
     "SGLANG_*",
@@ -85,4 +79,4 @@ VARIABLES = (
 )
 
 HARMLESS_ARGUMENTS = Names([name for names in _ARGUMENTS.values() for name in names.split()])
-HARMLESS_VARIABLES = Names([name for names in _VARIABLES.values() for name in names.split()])
+HARMLESS_VARIABLES = Names(_VARIABLES.split())

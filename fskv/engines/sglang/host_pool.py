@@ -9,6 +9,7 @@ that is not known, or that keeps more of a page elsewhere (scales, drafts, side 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,15 @@ from fskv.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# By name: another class of one of these adds something to a page, or keeps it in another way.
-_POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 _STATES = "MambaPoolHost"
-_LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
+_OF_TOKENS = ("page_first", "page_first_direct", "page_head", "layer_first")
+# By name: another class of one of these adds something to a page, or keeps it in another way.
+_LAYOUTS = {
+    "MHATokenToKVPoolHost": _OF_TOKENS,
+    "AsymmetricMHATokenToKVPoolHost": _OF_TOKENS,
+    "MLATokenToKVPoolHost": _OF_TOKENS,
+    _STATES: ("page_first", "page_first_direct"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,28 @@ class HostPages:
 
 def host_pages(pool: Any) -> HostPages:
     """Describe a host pool; raises ConfigError where it cannot be stored page by page."""
-    kind = type(pool).__name__
-    if kind == _STATES:
-        return _states(pool)
-    if kind not in _POOLS:
-        raise ConfigError(f"SGLang's host pool is a {kind}, expected one of {', '.join(_POOLS)}")
-    if pool.layout not in _LAYOUTS:
+    kind, layout = type(pool).__name__, pool.layout
+    if kind not in _LAYOUTS:
+        raise ConfigError(f"SGLang's host pool is a {kind}, expected one of {', '.join(_LAYOUTS)}")
+    if layout not in _LAYOUTS[kind]:
         raise ConfigError(
-            f"--hicache-mem-layout: found {pool.layout!r}, expected one of {', '.join(_LAYOUTS)}"
+            f"--hicache-mem-layout: found {layout!r}, expected one of {', '.join(_LAYOUTS[kind])}"
         )
+    dtype, layers, shape = _of_states(pool) if kind == _STATES else _of_tokens(pool, kind)
+    return HostPages(
+        memory=_memory(pool),
+        kind=kind,
+        dtype=dtype.replace("torch.", ""),
+        layout=str(layout),
+        page_size=int(pool.page_size),
+        layers=layers,
+        shape=tuple(int(number) for number in shape),
+        storage_format=getattr(pool, "storage_format_tag", None),
+    )
+
+
+def _of_tokens(pool: Any, kind: str) -> tuple[str, tuple[int, int], Iterable[Any]]:
+    """Return dtype, layers and shape of a pool that keeps something of each token."""
     if pool.dcp_size != 1:
         raise ConfigError(
             f"--dcp-size: found {pool.dcp_size}, expected 1: fskv does not store shards of it"
@@ -62,78 +81,47 @@ def host_pages(pool: Any) -> HostPages:
             f"SGLang's host pool has {pool.layer_num} layers, {pool.target_layer_num} of them the model's, "
             "or a shard of them: fskv does not store layers of a draft model, or shards"
         )
-    start = int(pool.start_layer)
+    shape = (pool.head_num, pool.head_dim, pool.v_head_dim)
     if kind.startswith("MLA"):
-        shape = (int(pool.kv_lora_rank), int(pool.qk_rope_head_dim), int(pool.kv_cache_dim))
-    else:
-        shape = (int(pool.head_num), int(pool.head_dim), int(pool.v_head_dim))
-    return HostPages(
-        memory=_memory(pool),
-        kind=kind,
-        dtype=str(pool.dtype).removeprefix("torch."),
-        layout=str(pool.layout),
-        page_size=int(pool.page_size),
-        layers=(start, start + int(pool.layer_num)),
-        shape=shape,
-        storage_format=pool.storage_format_tag,
-    )
+        shape = (pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim)
+    start = int(pool.start_layer)
+    return str(pool.dtype), (start, start + int(pool.layer_num)), shape
 
 
-def _states(pool: Any) -> HostPages:
-    if pool.layout not in ("page_first", "page_first_direct"):
-        raise ConfigError(
-            f"--hicache-mem-layout: found {pool.layout!r}, expected a page_first one for states"
-        )
+def _of_states(pool: Any) -> tuple[str, tuple[int, int], Iterable[Any]]:
+    """Return dtypes, layers and shapes of a pool of states."""
     if pool.slot_state_device_tensors or pool.mtp_draft_buffer_infos:
         raise ConfigError(
             "SGLang's host pool of states has side states or those of a draft model, expected none"
         )
     widths = [pool.temporal_state_shape, *pool.conv_state_shapes]
-    return HostPages(
-        memory=_memory(pool),
-        kind=_STATES,
-        dtype=f"{pool.temporal_dtype}+{pool.conv_dtype}".replace("torch.", ""),
-        layout=str(pool.layout),
-        page_size=int(pool.page_size),
-        layers=(0, int(pool.num_mamba_layers)),
-        shape=tuple(int(n) for shape in widths for n in (len(shape), *shape)),
-        storage_format=None,
-    )
+    shape = [number for each in widths for number in (len(each), *each)]
+    return f"{pool.temporal_dtype}+{pool.conv_dtype}", (0, int(pool.num_mamba_layers)), shape
 
 
 def _memory(pool: Any) -> tuple[torch.Tensor, ...]:
     import torch
 
     buffers = pool.kv_buffer if isinstance(pool.kv_buffer, tuple | list) else (pool.kv_buffer,)
-    flat = []
-    for buffer in buffers:
-        if buffer is None or not buffer.is_contiguous() or buffer.device.type != "cpu":
-            raise ConfigError(
-                "SGLang's host pool has no contiguous buffer in host memory, expected one"
-            )
-        flat.append(buffer.view(torch.int8).view(-1))
-    num_pages, page_size = int(pool.page_num), int(pool.page_size)
+    if any(one is None or not one.is_contiguous() or one.device.type != "cpu" for one in buffers):
+        raise ConfigError("SGLang's host pool has no contiguous buffer in host memory")
+    flat = [buffer.view(torch.int8).view(-1) for buffer in buffers]
+    num_pages, nbytes = int(pool.page_num), int(pool.page_size) * int(pool.size_per_token)
     starts, sizes = _pieces(pool, 0)
     strides = [b - a for a, b in zip(starts, _pieces(pool, 1)[0], strict=True)]
     last = [a + (num_pages - 1) * s for a, s in zip(starts, strides, strict=True)]
-    if num_pages < 2 or _pieces(pool, num_pages - 1) != (last, sizes):
-        raise ConfigError("SGLang's host pool has pages at uneven distances, expected even ones")
-    if sum(sizes) != page_size * int(pool.size_per_token):
-        raise ConfigError(
-            f"SGLang's host pool has pages of {page_size * int(pool.size_per_token)} bytes of which it "
-            f"names {sum(sizes)}, expected all of them"
-        )
     memory = []
-    for start, end, nbytes, stride in zip(starts, last, sizes, strides, strict=True):
-        whole = next(
-            (f for f in flat if f.data_ptr() <= start and end + nbytes <= f.data_ptr() + f.numel()),
-            None,
+    for start, end, size, stride in zip(starts, last, sizes, strides, strict=True):
+        for whole in flat:
+            first = start - whole.data_ptr()
+            if first >= 0 and end + size <= whole.data_ptr() + whole.numel() and size <= stride:
+                memory.append(whole.as_strided((num_pages, size), (stride, 1), first))
+    even = num_pages > 1 and _pieces(pool, num_pages - 1) == (last, sizes)
+    if not even or sum(sizes) != nbytes or len(memory) != len(sizes):
+        raise ConfigError(
+            f"SGLang's host pool names {sum(sizes)} bytes of a page, expected {nbytes}, at even distances "
+            "and inside of its buffers"
         )
-        if whole is None or stride < nbytes:
-            raise ConfigError(
-                "SGLang's host pool has pages outside of its buffers, or over each other"
-            )
-        memory.append(whole.as_strided((num_pages, nbytes), (stride, 1), start - whole.data_ptr()))
     return tuple(memory)
 
 

@@ -5,58 +5,62 @@ Only this module and `storage` import SGLang.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
 import platform
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
-from fskv.identity.checkpoint_place import checkpoint_place
+from fskv.identity.checkpoint_place import checkpoint_place, process_started_at
+from fskv.offload import BlockingStore
 
-# Module, class, and how the methods begin that change weights or announce it.
-_CHANGE_WEIGHTS = (
+_STOP = "_stop_storage_threads"
+# Module, class, and how the methods begin that change weights or announce it, or wait for storage threads.
+_WATCHED = (
     (
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "model_executor.model_runner_components.weight_updater",
         "WeightUpdater",
         ("update_weights", "load_weights", "receive_weights", "begin_weight", "end_weight"),
     ),
     (
-        "sglang.srt.managers.scheduler_components.weight_updater",
+        "managers.scheduler_components.weight_updater",
         "SchedulerWeightUpdaterManager",
         ("resume_memory_occupation",),
     ),
-    ("sglang.srt.utils.weight_checker", "WeightChecker", ("_reset_tensors",)),
-)
-# Whose method waits for the storage threads: when a cache is flushed, or a backend detached.
-_STOP_THREADS = (
-    ("sglang.srt.managers.cache_controller", "HiCacheController"),
-    ("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController"),
+    ("utils.weight_checker", "WeightChecker", ("_reset_tensors",)),
+    ("managers.cache_controller", "HiCacheController", (_STOP,)),
+    ("mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController", (_STOP,)),
 )
 _updated: list[str] = []  # how weights were changed since this was imported
-_listeners: list[Callable[[str], None]] = []
+# What is stopped when weights change.
+stores: WeakSet[BlockingStore] = WeakSet()
 # Set while SGLang waits for its storage threads, 10 s for each; the scheduler ends if one is not done then.
 stopping = threading.Event()
 
 
-def gather_facts() -> ServerFacts:
-    """Ask SGLang's runtime context and its model configuration; raises ConfigError where they do not tell."""
+@contextlib.contextmanager
+def _as_expected() -> Iterator[None]:
+    """Raise ConfigError for whatever another SGLang's names raise."""
     try:
-        return _gather()
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:  # other names
+        yield
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         line = str(error).partition("\n")[0]
         raise ConfigError(
-            f"this SGLang does not tell its configuration ({type(error).__name__}: {line}), so FskvStorage "
-            "cannot be used with it"
+            f"this SGLang is not as expected ({type(error).__name__}: {line}), so FskvStorage cannot be used "
+            "with it"
         ) from None
 
 
-def _gather() -> ServerFacts:
+@_as_expected()
+def gather_facts() -> ServerFacts:
+    """Ask SGLang's runtime context and its model configuration; raises ConfigError where they do not tell."""
     import msgspec
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_context
@@ -71,11 +75,9 @@ def _gather() -> ServerFacts:
         arch=_arch(str(arguments["device"])),
         arguments=arguments,
         defaults={
-            field.name: field.default
-            if field.default is not msgspec.NODEFAULT
-            else field.default_factory()
-            for field in msgspec.structs.fields(type(server_args))
-            if not field.required
+            one.name: one.default_factory() if one.default is msgspec.NODEFAULT else one.default
+            for one in msgspec.structs.fields(type(server_args))
+            if not one.required
         },
         environment=dict(os.environ),
         hf_config=json.loads(model.hf_config.to_json_string(use_diff=False)),
@@ -84,15 +86,8 @@ def _gather() -> ServerFacts:
         checkpoint=checkpoint_place(
             str(arguments["model_path"]), arguments["revision"], arguments["download_dir"]
         ),
-        started_at=_started_at(),
+        started_at=process_started_at(),
     )
-
-
-def _started_at() -> float:
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot: proc(5), starttime
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
 
 
 def _arch(device: str) -> str:
@@ -105,76 +100,42 @@ def _arch(device: str) -> str:
     return f"{device}-{platform.machine()}"
 
 
-def _imported(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
+@_as_expected()
+def watch() -> None:
+    """Have `stores` stopped before weights of this process change, and `stopping` set while SGLang waits.
 
-
-def watch_weights(listener: Callable[[str], None]) -> None:
-    """Call `listener` before weights of this process are changed; raises ConfigError if they were before.
-
-    SGLang tells a storage backend nothing of it, and flushes only its own caches.
+    Raises ConfigError if weights were changed before. SGLang tells a storage backend nothing of either.
     """
-    for module, owner, prefixes in _CHANGE_WEIGHTS:
-        kind = getattr(_imported(module), owner, None)
-        names = [name for name in vars(kind) if name.startswith(prefixes)] if kind else []
+    for module, owner, prefixes in _WATCHED:
+        kind = getattr(importlib.import_module(f"sglang.srt.{module}"), owner)
+        names = [name for name in vars(kind) if name.startswith(prefixes)]
         if not names:
-            raise ConfigError(
-                f"this SGLang does not tell when weights are changed ({owner} is not as expected), so "
-                "FskvStorage cannot be used with it"
-            )
+            raise AttributeError(f"{owner} has no {prefixes}")
         for name in names:
-            method = getattr(kind, name)
-            if not hasattr(method, "tells_fskv"):
-                setattr(kind, name, _telling(name, method))
+            if not hasattr(getattr(kind, name), "tells_fskv"):
+                setattr(kind, name, _telling(getattr(kind, name), name))
     if _updated:
         raise ConfigError(
             f"weights of this engine were changed ({_updated[0]}); expected a new start"
         )
-    _listeners.append(listener)
 
 
-def forget_weights(listener: Callable[[str], None]) -> None:
-    """Do not call it any more."""
-    if listener in _listeners:
-        _listeners.remove(listener)
-
-
-def _telling(name: str, method: Any) -> Any:
+def _telling(method: Any, name: str) -> Any:
     @functools.wraps(method)
     def tell(*args: Any, **kwargs: Any) -> Any:
         # Of what comes back after it was released: without this tag the weights had stayed.
         tags = getattr(args[1], "tags", None) if name.startswith("resume") and args[1:] else None
-        if tags and "weights" not in tags:
-            return method(*args, **kwargs)
-        _updated.append(name)
-        for listener in _listeners:
-            listener(f"weights of the running engine are changed ({name})")
-        return method(*args, **kwargs)
-
-    tell.tells_fskv = True  # type: ignore[attr-defined]
-    return tell
-
-
-def watch_stops() -> None:
-    """Have `stopping` set while SGLang waits for its storage threads to end."""
-    for module, owner in _STOP_THREADS:
-        kind: Any = getattr(_imported(module), owner, None)
-        method = getattr(kind, "_stop_storage_threads", None)
-        if method is not None and not hasattr(method, "tells_fskv"):
-            kind._stop_storage_threads = _stopping(method)  # noqa: SLF001
-
-
-def _stopping(method: Any) -> Any:
-    @functools.wraps(method)
-    def stop(*args: Any, **kwargs: Any) -> Any:
-        stopping.set()
+        if name == _STOP:
+            stopping.set()
+        elif not tags or "weights" in tags:
+            _updated.append(name)
+            for store in list(stores):
+                store.stop(f"weights of the running engine are changed ({name})")
         try:
             return method(*args, **kwargs)
         finally:
-            stopping.clear()
+            if name == _STOP:
+                stopping.clear()
 
-    stop.tells_fskv = True  # type: ignore[attr-defined]
-    return stop
+    tell.tells_fskv = True  # type: ignore[attr-defined]
+    return tell

@@ -12,39 +12,19 @@ After the host pools are registered no call raises: what cannot be done is False
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache import hicache_storage as hicache
 
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.threads import FINGERPRINT_S, call_with_deadline
 from fskv.engines.prometheus import Publisher
+from fskv.engines.sglang import server
 from fskv.engines.sglang.host_pool import HostPages, host_pages
-from fskv.engines.sglang.identity import (
-    build_identity,
-    call_deadline,
-    file_rank,
-    store_options,
-    take_options,
-)
-from fskv.engines.sglang.server import (
-    forget_weights,
-    gather_facts,
-    stopping,
-    watch_stops,
-    watch_weights,
-)
-from fskv.errors import ConfigError, FskvError
+from fskv.engines.sglang.identity import build_identity, call_deadline, file_rank, take_options
+from fskv.errors import ConfigError
+from fskv.observe.state_log import refusals_said
 from fskv.offload import BlockingStore, KvStore, Page
 from fskv.types import ChunkId
 
@@ -52,132 +32,84 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Move: TypeAlias = "Callable[[BlockingStore, Sequence[Page], Sequence[ChunkId]], list[bool]]"
 
-_MAX_BEFORE = 16_384  # pages of a prefix that are told anew with each batch: 4 ms
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
-_PUBLISH_S = 1.0
+_KV = str(hicache.PoolName.KV)
 # In this order they are the groups of a namespace.
-_SERVED = tuple(str(name) for name in (PoolName.KV, PoolName.SWA, PoolName.MAMBA))
+_SERVED = (_KV, str(hicache.PoolName.SWA), str(hicache.PoolName.MAMBA))
 
 
-class FskvStorage(HiCacheStorage):
-    """See the module docstring. `on_host_pools_registered` opens the store."""
+class FskvStorage(hicache.HiCacheStorage):
+    """SGLang's storage of pages in fskv's files; `on_host_pools_registered` opens it."""
 
-    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
+    @refusals_said()
+    def __init__(self, storage_config: hicache.HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Raises ConfigError for options that cannot work."""
         self._ranks = storage_config
-        self._config = _said(lambda: take_options(storage_config.extra_config or {}))
+        self._config = take_options(storage_config.extra_config or {})
         self._store: BlockingStore | None = None
         self._groups: dict[str, tuple[int, int]] = {}  # of a pool: its group, indices of a page
-        self._publisher: Publisher | None = None
-        if storage_config.enable_storage_metrics:
-            names = ("tp_rank", "pp_rank", "dp_rank")
-            self._publisher = Publisher(
-                "sglang", {n: str(getattr(storage_config, n)) for n in names}
-            )
-        self._publish_at = 0.0
+        names = ("tp_rank", "pp_rank", "dp_rank")
+        self._publisher = Publisher("sglang", {n: str(getattr(storage_config, n)) for n in names})
 
     # --- start-up, and the end ----------------------------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if self._groups and str(host_pool_name) not in self._groups:
-            self._stop(f"SGLang has another host pool by now, {host_pool_name}")
+        if self._store is not None and str(host_pool_name) not in self._groups:
+            self._store.stop(f"SGLang has another host pool by now, {host_pool_name}")
 
+    @refusals_said()
     def on_host_pools_registered(self) -> None:
         """Open the namespace of all pools' pages; raises FskvError with one sentence."""
         named = {str(name): pool for name, pool in getattr(self, "registered_pools", {}).items()}
-        kv = named.pop(str(PoolName.KV), self.mem_pool_host)
-        self._store = _said(lambda: self._open(_pools({str(PoolName.KV): kv, **named})))
-
-    def _open(self, pools: dict[str, HostPages]) -> BlockingStore:
-        config = self._config
-        facts = gather_facts()
-        watch_weights(self._doubt_weights)
-        watch_stops()
+        pools = _pools({_KV: self.mem_pool_host, **named})
+        config, ranks = self._config, self._ranks
+        server.watch()
+        facts = server.gather_facts()
         identity = call_with_deadline(
-            lambda: build_identity(facts, config, self._ranks, pools),
-            _FINGERPRINT_S,
+            lambda: build_identity(facts, config, ranks, pools),
+            FINGERPRINT_S,
             "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
         )
-        kv = call_with_deadline(
-            lambda: KvStore(
-                store_options(config, self._ranks),
-                identity,
-                {number: pages.memory for number, pages in enumerate(pools.values())},
-                rank=file_rank(self._ranks),
-                deadline=call_deadline(config),
-            ),
-            START_UP_S,
-            f"option 'root': {config.root} did not answer",
+        # Of the ranks that answer together the first one writes the health file.
+        first = not (ranks.tp_rank or ranks.pp_rank or ranks.attn_cp_rank)
+        kv = KvStore(
+            config,
+            identity,
+            {number: pages.memory for number, pages in enumerate(pools.values())},
+            rank=file_rank(ranks),
+            deadline=call_deadline(config),
+            number=ranks.dp_rank if first else None,
         )
-        for number, (name, pages) in enumerate(pools.items()):
-            self._groups[name] = number, pages.page_size
-            logger.info(
-                "fskv: namespace %s; a page of %s is one file of %d bytes%s",
-                kv.directory.path,
-                f"{pages.page_size} tokens" if number == 0 else f"pool {name}",
-                kv.mover.file_nbytes[number],
-                f" on each of {self._ranks.tp_size} ranks" if self._ranks.tp_size > 1 else "",
-            )
-        page_nbytes = max(sum(pages.page_nbytes) for pages in pools.values())
-        return BlockingStore(kv, page_nbytes)
+        self._groups = {
+            name: (number, pages.page_size) for number, (name, pages) in enumerate(pools.items())
+        }
+        self._store = BlockingStore(kv, max(sum(pages.page_nbytes) for pages in pools.values()))
+        server.stores.add(self._store)
 
     def close(self) -> None:
-        forget_weights(self._doubt_weights)
         if self._store is not None:
             self._store.close()
 
-    def _doubt_weights(self, what: str) -> None:
-        self._stop(what)
-
-    def _stop(self, what: str) -> None:
-        if self._store is not None:
-            self._store.stop(what)
-
-    # --- pages ------------------------------------------------------------------------------
-
     def _usable(self) -> BlockingStore | None:
         """Return the store, None while SGLang waits for its threads: they may have many calls to go."""
-        return None if stopping.is_set() else self._store
+        return None if server.stopping.is_set() else self._store
 
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
-        store = self._usable()
-        if store is None:
-            return 0
-        return _safe(lambda: store.count_present([_chunk(key) for key in keys]), 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
-    def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._move(BlockingStore.load, str(PoolName.KV), keys, host_indices, extra_info)
+    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move(BlockingStore.load, _KV, keys, host_indices, extra_info)
 
-    def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._move(BlockingStore.store, str(PoolName.KV), keys, host_indices, extra_info)
+    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move(BlockingStore.store, _KV, keys, host_indices, extra_info)
 
     def _move(
-        self,
-        move: _Move,
-        pool: str,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, move: _Move, pool: str, keys: Sequence[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         store, nothing = self._usable(), [False] * len(keys)
         if store is None or host_indices is None or pool not in self._groups:
             return nothing
         before = getattr(extra_info, "prefix_keys", None) or ()  # where SGLang is to pass them
-        if len(before) > _MAX_BEFORE:
-            before = ()
 
         def moved() -> list[bool]:
             pages = self._pages(pool, keys, host_indices)
@@ -198,33 +130,23 @@ class FskvStorage(HiCacheStorage):
 
     def get_stats(self) -> None:
         """Publish fskv's metrics, at most once a second; SGLang counts its prefetches and backups itself."""
-        store, publisher = self._store, self._publisher
-        if store is not None and publisher is not None and time.monotonic() >= self._publish_at:
-            self._publish_at = time.monotonic() + _PUBLISH_S
-            _safe(lambda: store.with_store(publisher.publish), None)
+        if self._store is not None and self._ranks.enable_storage_metrics:
+            self._publisher.publish(self._store)
 
     # --- pools beside the KV ------------------------------------------------------------------
 
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
+    def batch_exists_v2(self, keys: Any, pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Return which prefixes all pools can restore, and the longest of them as the hit."""
-        return _safe(
-            lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult.empty()
-        )
+        found = _safe(lambda: self._restorable(keys, pool_transfers or ()), None)
+        return found or hicache.PoolTransferResult.empty()
 
-    def _restorable(
-        self, keys: Sequence[str], transfers: Sequence[PoolTransfer]
-    ) -> PoolTransferResult:
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         store = self._usable()
         if store is None:
-            return PoolTransferResult.empty()
+            return None
         num = store.count_present([_chunk(key) for key in keys])
-        restorable = list(range(1, num + 1))
-        hits: dict[str, int] = {PoolName.KV: num} if num else {}
+        restorable = set(range(1, num + 1))
+        hits: dict[str, int] = {hicache.PoolName.KV: num} if num else {}
         for transfer in transfers:
             there: list[bool] = []
             if str(transfer.name) in self._groups and self._usable():
@@ -233,24 +155,16 @@ class FskvStorage(HiCacheStorage):
             found = _prefixes(there, transfer)
             if found:
                 hits[transfer.name] = max(found)
-            restorable = [pages for pages in restorable if pages in found]
-        return PoolTransferResult(max(restorable, default=0), hits, restorable)
+            restorable &= found
+        return hicache.PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
-    def batch_get_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._move_all(BlockingStore.load, transfers)
 
-    def batch_set_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._move_all(BlockingStore.store, transfers)
 
-    def _move_all(self, move: _Move, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    def _move_all(self, move: _Move, transfers: Sequence[Any]) -> dict[str, list[bool]]:
         return {
             each.name: self._move(move, str(each.name), each.keys or (), each.host_indices)
             for each in transfers
@@ -264,29 +178,22 @@ class FskvStorage(HiCacheStorage):
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
+    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any:
         return [None] * len(keys)
 
     def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+        self, key: Any, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         return False
 
     def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         return False
 
     def clear(self) -> None:
         """Remove nothing: the files may be other engines' too."""
-        if self._store is not None:
-            logger.warning("fskv: files are not removed from here; use `fskv rm` or `fskv prune`")
+        logger.warning("fskv: files are not removed from here; use `fskv rm` or `fskv prune`")
 
 
 def _chunk(key: str, group: int = 0) -> ChunkId:
@@ -303,29 +210,18 @@ def _pools(named: dict[str, Any]) -> dict[str, HostPages]:
     return {name: host_pages(named[name]) for name in _SERVED if name in named}
 
 
-def _prefixes(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+def _prefixes(there: Sequence[bool], transfer: hicache.PoolTransfer) -> set[int]:
     """Return the lengths of prefixes in pages for which a pool has what its policy asks for."""
-    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        needed = len(there)
-    elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-        needed = max(1, len(transfer.keys or ()))
-    else:
+    policy = hicache.PoolHitPolicy
+    needed = {policy.ALL_PAGES: len(there), policy.TRAILING_PAGES: len(transfer.keys or ()) or 1}
+    if transfer.hit_policy not in needed:
         return set()
     found, run = set(), 0
     for end, here in enumerate(there, 1):
         run = run + 1 if here else 0
-        if run >= min(needed, end):
+        if run >= min(needed[transfer.hit_policy], end):
             found.add(end)
     return found
-
-
-def _said(call: Callable[[], _T]) -> _T:
-    """Return call(); what it refuses is logged as one sentence, which a traceback of SGLang's would bury."""
-    try:
-        return call()
-    except FskvError as error:
-        logger.error("fskv: %s", error)
-        raise
 
 
 def _safe(call: Callable[[], _T], otherwise: _T) -> _T:

@@ -28,6 +28,8 @@ import torch
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
+from fskv.observe.state_log import Once
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -50,7 +52,7 @@ class Media:
         """`checked`: media go by their content, else by vLLM's names (option `trust`)."""
         self._checked = checked
         self._unfit = make_keys_strict(vllm_config, checked=checked)
-        self._said: set[str] = set()
+        self._say = Once().say
 
     def leave_out(self, features: Sequence[MultiModalFeatureSpec]) -> bool:
         """Whether a request with these media neither loads nor stores; the log says why, once."""
@@ -60,9 +62,8 @@ class Media:
             reason = "the content of some cannot be told"
         if not features or not reason:
             return False
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("fskv: requests with media are neither loaded nor stored: %s", reason)
+        said = f"requests with media are neither loaded nor stored: {reason}"
+        self._say(said, logging.WARNING)
         return True
 
 
