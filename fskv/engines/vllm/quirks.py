@@ -399,6 +399,12 @@ def prefix_of(
     )
 
 
+def job_of_load(scheduler: OffloadingConnectorScheduler, req_id: str) -> int:
+    """Return the job of a load that was just begun: it is its request's only one."""
+    jobs: set[int] = scheduler._req_status[req_id].transfer_jobs  # noqa: SLF001
+    return next(iter(jobs))
+
+
 def cached_blocks(pool: BlockPool) -> object:
     """Return what a reset of vLLM's prefix cache replaces by another."""
     return pool.cached_block_hash_to_block
