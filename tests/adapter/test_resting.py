@@ -291,10 +291,17 @@ def of_unknown_kind():
 
 def a_request():
     return SimpleNamespace(
-        request_id="r", num_tokens=100, num_prompt_tokens=100, block_hashes=[],
+        request_id="r",
+        num_tokens=100,
+        num_prompt_tokens=100,
+        block_hashes=[],
         num_computed_tokens=0,
-        kv_transfer_params=None, kv_hints=None, skip_reading_prefix_cache=False,
-        lora_request=None, prompt_embeds=None, mm_features=[],
+        kv_transfer_params=None,
+        kv_hints=None,
+        skip_reading_prefix_cache=False,
+        lora_request=None,
+        prompt_embeds=None,
+        mm_features=[],
         status=RequestStatus.RUNNING,
         is_finished=lambda: False,
     )
