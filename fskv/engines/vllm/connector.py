@@ -97,8 +97,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         return FskvWorkerMetadata(
-            completed_jobs=merged.completed_jobs,
-            transfer_stats=merged.transfer_stats,
+            **_fields(merged),
             news=self.news.merged(other.news),
             loads={
                 job_id: self.loads.get(job_id, []) + other.loads.get(job_id, [])
@@ -172,7 +171,7 @@ class FskvConnector(OffloadingConnector):
             self.connector_scheduler = OffloadingConnectorScheduler(
                 spec, vllm_config, kv_cache_config
             )
-            self._manager.rest(why)
+            self._manager.turn_off(why, "kv_unknown")
         self._set_up(setup, role)
 
     def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
@@ -267,14 +266,8 @@ class FskvConnector(OffloadingConnector):
         news, loads = worker.take_news(), worker.take_loads()
         if stock is None and not (news or loads or worker.reloaded):
             return None
-        stock = stock or OffloadingWorkerMetadata()
-        return FskvWorkerMetadata(
-            completed_jobs=stock.completed_jobs,
-            transfer_stats=stock.transfer_stats,
-            news=news,
-            loads=loads,
-            reloaded=worker.reloaded,
-        )
+        known = _fields(stock or OffloadingWorkerMetadata())
+        return FskvWorkerMetadata(**known, news=news, loads=loads, reloaded=worker.reloaded)
 
     def drop_jobs(self) -> None:
         """Touch no KV page for what was asked for until now: the engine has given its KV up."""
@@ -300,7 +293,7 @@ class FskvConnector(OffloadingConnector):
             if not workers or len(workers) < len(metadata):
                 workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
-                self._manager.rest(rests[0])
+                self._manager.turn_off(rests[0], "kv_unknown")
                 return
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
@@ -355,8 +348,7 @@ class FskvConnector(OffloadingConnector):
         self.budget.on_step(scheduler_output)
         meta = super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))
         if touches := self._manager.take_touches():
-            known = {each.name: getattr(meta, each.name) for each in fields(meta)}
-            meta = FskvConnectorMetadata(**known, touches=touches)
+            meta = FskvConnectorMetadata(**_fields(meta), touches=touches)
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -382,7 +374,8 @@ class FskvConnector(OffloadingConnector):
         """
         forget_past_blocks(self.scheduler)
         # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
-        self._manager.forget_announced()
+        if (events := self._manager.events) is not None:
+            events.removed_all()
         self._held_events = list(self.take_events())
         super().reset_cache()
         self.budget.reset()
@@ -395,13 +388,16 @@ class FskvConnector(OffloadingConnector):
         self._pool, self._cached_blocks = gpu_block_pool, cached_blocks(gpu_block_pool)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self._manager.events
         if self._pool is not None and cached_blocks(self._pool) is not self._cached_blocks:
             self._cached_blocks = cached_blocks(self._pool)
-            self._manager.announce_again()
+            if events is not None:
+                events.say_again()
         held, self._held_events = self._held_events, []
         yield from held
         yield from super().take_events()
-        self._manager.trim_event_payloads(event_payloads(self.scheduler))
+        if events is not None:
+            events.trim(event_payloads(self.scheduler), self._manager.chunks.storing.keys())
 
     # --- both -------------------------------------------------------------------------------
 
@@ -425,6 +421,11 @@ class FskvConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         # vLLM finds the metric definitions through the spec's name, which the user does not write.
         return super().build_prom_metrics(with_spec(vllm_config, None), *args, **kwargs)
+
+
+def _fields(of_vllm: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, by name, for one that has more."""
+    return {each.name: getattr(of_vllm, each.name) for each in fields(of_vllm)}
 
 
 def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:

@@ -143,7 +143,7 @@ class FskvTier(SecondaryTierManager):
         except RestError as error:
             rank = spec.config.parallel.data_parallel_index
             manager = FskvManager(self._config, 1, engine_rank=rank)
-            manager.rest(str(error))
+            manager.turn_off(str(error), "kv_unknown")
             return RestingRows(), manager, ()
         return *_open(self._config, workers, spec, view), workers.groups
 
@@ -266,7 +266,8 @@ class FskvTier(SecondaryTierManager):
                 forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.exclude_request(req_id)
-        self._manager.forget_announced()
+        if (events := self._manager.events) is not None:
+            events.removed_all()
         self._manager.reset_cache()
 
     def _collect(self) -> None:
