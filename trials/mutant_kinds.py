@@ -1067,7 +1067,7 @@ FAULTS = (
         "one-rank-rests-alone",
         "One rank that does not know its KV has all rest.",
         "fskv/engines/vllm/connector.py",
-        "                self._manager.rest(rests[0])\n                return\n",
+        "                self._manager.turn_off(rests[0], unknown=True)\n                return\n",
         "                workers = [worker for worker in workers if not worker.rests]\n",
         ("tests/adapter/test_resting.py",),
     ),

@@ -171,7 +171,7 @@ class FskvConnector(OffloadingConnector):
             self.connector_scheduler = OffloadingConnectorScheduler(
                 spec, vllm_config, kv_cache_config
             )
-            self._manager.turn_off(why, "kv_unknown")
+            self._manager.turn_off(why, unknown=True)
         self._set_up(setup, role)
 
     def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
@@ -293,7 +293,7 @@ class FskvConnector(OffloadingConnector):
             if not workers or len(workers) < len(metadata):
                 workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
-                self._manager.turn_off(rests[0], "kv_unknown")
+                self._manager.turn_off(rests[0], unknown=True)
                 return
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)

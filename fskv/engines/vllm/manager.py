@@ -225,12 +225,14 @@ class FskvManager(OffloadingManager):
                 self.chunks.capacity.pid or "(not up yet)",
             )
 
-    def turn_off(self, reason: str, condition: str = "prefix_caching_off") -> None:
-        """Neither load nor store, for good: where vLLM does not reuse KV, or it is not known how KV lies."""
+    def turn_off(self, reason: str, *, unknown: bool = False) -> None:
+        """Neither load nor store, for good: vLLM does not reuse KV, or it is `unknown` how KV lies."""
         reason = f"{reason}: fskv neither loads nor stores"
         self.chunks.stopped = True
-        self._watch.off = condition, reason
-        self._states.say(condition, logging.WARNING, reason=reason)
+        self._watch.off = "kv_unknown" if unknown else "prefix_caching_off", reason
+        self._states.say(
+            "kv_unknown" if unknown else "prefix_caching_off", logging.WARNING, reason=reason
+        )
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.

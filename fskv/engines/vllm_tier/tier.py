@@ -143,7 +143,7 @@ class FskvTier(SecondaryTierManager):
         except RestError as error:
             rank = spec.config.parallel.data_parallel_index
             manager = FskvManager(self._config, 1, engine_rank=rank)
-            manager.turn_off(str(error), "kv_unknown")
+            manager.turn_off(str(error), unknown=True)
             return RestingRows(), manager, ()
         return *_open(self._config, workers, spec, view), workers.groups
 
