@@ -114,15 +114,11 @@ def connectors() -> Iterator[OffloadingConnector]:
     """In a worker: yield its connectors of vLLM's offloading kind; inside a MultiConnector too."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    for connector in _within(get_kv_transfer_group()):
+    found: list[Any] = [get_kv_transfer_group()]
+    for connector in found:
+        found.extend(getattr(connector, "_connectors", ()))  # vLLM's MultiConnector
         if isinstance(connector, OffloadingConnector):
             yield connector
-
-
-def _within(connector: Any) -> Iterator[Any]:
-    yield connector
-    for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
-        yield from _within(child)
 
 
 # --- starts -----------------------------------------------------------------------------------
@@ -137,12 +133,8 @@ def handshakes_of_workers() -> list[Any]:
 
 def handshakes(_worker: object) -> list[Any]:
     """Return the handshakes of this worker's fskv connectors. On the worker's thread."""
-    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
-
-    from fskv.engines.vllm.manager import FskvHandshake
-
-    found = [getattr(each, "handshake", None) for each in _within(get_kv_transfer_group())]
-    return [own for own in found if isinstance(own, FskvHandshake)]
+    found = (getattr(each, "handshake", None) for each in connectors())
+    return [own for own in found if own is not None]
 
 
 # --- blocks -----------------------------------------------------------------------------------
