@@ -24,10 +24,7 @@ class Scheduler:
 
 class Request:
     def __init__(self, request_id):
-        self.request_id, self.finished = request_id, False
-
-    def is_finished(self):
-        return self.finished
+        self.request_id = request_id
 
 
 @pytest.fixture
@@ -49,24 +46,12 @@ def test_a_failed_load_steps_aside_once_and_its_reservation_is_gone(asked):
     assert not scheduler._inflight_prefills
 
 
-@pytest.mark.parametrize("how", ["finished", "gone"])
-def test_of_a_request_that_ended_before_its_load_did_nothing_is_kept(asked, how):
+def test_a_load_that_failed_after_its_request_had_ended_is_no_matter(asked):
     """One that is aborted while it loads has ended in an earlier step."""
     scheduler, admission, request = asked
-    admission.ended({"r"})
-    request.finished = True
-    if how == "gone":
-        del scheduler.requests["r"]
+    del scheduler.requests["r"]
     admission.failed({"r"})
-    assert not admission._failed
-
-
-def test_negative_control_of_one_that_lives_it_is_kept_until_it_ends(asked):
-    _, admission, _ = asked
-    admission.failed({"r"})
-    assert admission._failed == {"r"}
-    admission.ended({"r"})
-    assert not admission._failed
+    assert not scheduler.ask(admission, request)
 
 
 def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
@@ -75,15 +60,7 @@ def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
 
     admission = Admission()
     other = SimpleNamespace(connector=admission)
+    other.connector.failed({"r"})
     assert not other.connector.steps_aside(Request("r"))
     reserve_windows(other)  # another vLLM: nothing of it is touched
     assert not hasattr(other, "_request_remaining_blocks")
-
-
-def test_where_nobody_tells_who_has_ended_the_failed_are_bounded():
-    from fskv.engines.vllm import admission
-
-    kept = admission.Admission()
-    for number in range(3 * admission._MAX_FAILED):
-        kept.failed({f"r{number}"})
-    assert 0 < len(kept._failed) <= admission._MAX_FAILED + 1

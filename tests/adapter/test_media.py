@@ -381,12 +381,15 @@ def test_a_medium_is_digested_once_and_another_in_its_place_anew(monkeypatch):
     ],
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, excluded):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
     from fskv.config import StoreConfig
-    from fskv.engines.vllm.budget import BudgetedConnector
     from fskv.engines.vllm.connector import FskvConnector
 
     left_out = []
-    monkeypatch.setattr(BudgetedConnector, "on_new_request", lambda *_: None)
+    monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda *_: None)
     monkeypatch.setattr(FskvConnector, "_manager", SimpleNamespace(exclude_request=left_out.append))
     connector = FskvConnector.__new__(FskvConnector)
     config = StoreConfig.from_mapping({"root": "/kv", **options})

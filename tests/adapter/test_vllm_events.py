@@ -164,7 +164,6 @@ def test_events_are_kept_only_where_the_engine_publishes_them():
     manager = _manager(events=False)
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.chunks.on_removed([_name(1)])
-    manager.forget_announced()
     assert list(manager.take_events()) == []
     assert not manager.has_pending_work()
     manager.shutdown()

@@ -52,6 +52,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from fskv.config import StoreConfig
+    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
     from fskv.engines.vllm.files import own_files
     from fskv.engines.vllm.identity import EngineGroup
@@ -116,11 +117,9 @@ class Ours(FskvConnector):
     def __init__(self, scheduler):
         self.connector_scheduler = scheduler
         self.budget = SimpleNamespace(on_step=lambda scheduled: None)
-        self._media = SimpleNamespace(on_step=lambda: None)
 
 
 def multi(scheduler):
-    from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
     made = FskvMultiConnector.__new__(FskvMultiConnector)
@@ -238,7 +237,7 @@ class Engine:
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
         self.scheduler._so_far, self.scheduler._pool = SoFar(), None
-        self.scheduler._media = SimpleNamespace(on_step=lambda: None)
+        self.scheduler._admission = Admission()
         self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
         )

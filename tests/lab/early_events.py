@@ -19,7 +19,7 @@ def main() -> int:
     def announce_at_once(self, keys, req_context):
         output = prepare_store(self, keys, req_context)
         for key in output.keys_to_store:
-            self._events.stored(to_chunk(key))
+            self.events.stored(to_chunk(key))
         return output
 
     FskvManager.prepare_store = announce_at_once

@@ -1,4 +1,4 @@
-"""Has vLLM's scheduler admit only loads that it can finish, and lets no failed one stand before good ones.
+"""Keeps loads from waiting for each other for ever in vLLM's scheduler, and failed ones from blocking others.
 
 A request with a load that is over waits for the blocks of what it still has to compute. vLLM reserves these,
 and asks such requests in the order in which they came; the first for which there is no room ends the step's
@@ -17,77 +17,38 @@ On the scheduler's thread.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fskv.engines.vllm.budget import BudgetedConnector
 from fskv.engines.vllm.quirks import release_reservation, reserve_windows, reserving_scheduler
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_MAX_FAILED = 10_000
+_FAILED = "fskv_load_failed"  # an attribute of a request, until it is asked for again
 
 
 class Admission:
-    """See the module docstring. One for each connector that a scheduler asks."""
+    """Has each request whose load failed step aside once; one for each connector that a scheduler asks."""
 
     def __init__(self) -> None:
         # None: not known yet, or of a vLLM that reserves nothing.
         self._scheduler: Scheduler | None = None
-        self._failed: set[str] = set()
 
     def failed(self, req_ids: Iterable[str] | None) -> None:
-        """The loads of these have failed. Of a request that ended before, nobody asks any more."""
-        if len(self._failed) > _MAX_FAILED:  # of a vLLM that does not tell who has ended
-            self._failed.clear()  # they keep their places then
-        known: Mapping[str, Request] = getattr(self._scheduler, "requests", {})
-        self._failed.update(each for each in req_ids or () if self._may_ask(known.get(each)))
-
-    def _may_ask(self, request: Request | None) -> bool:
-        if self._scheduler is None:  # of another kind: it is not known who has ended
-            return True
-        return request is not None and not request.is_finished()
-
-    def ended(self, req_ids: Iterable[str]) -> None:
-        self._failed.difference_update(req_ids)
+        """The loads of these have failed."""
+        requests = getattr(self._scheduler, "requests", {})
+        for req_id in req_ids or ():
+            if req_id in requests:
+                setattr(requests[req_id], _FAILED, True)
 
     def steps_aside(self, request: Request) -> bool:
         """A request without blocks asks what could be loaded; say whether it is to ask again instead."""
         if self._scheduler is None:
             self._scheduler = reserving_scheduler()
-            if self._scheduler is not None:
-                reserve_windows(self._scheduler)
-        if self._scheduler is not None:
-            release_reservation(self._scheduler, request)
-        aside = request.request_id in self._failed
-        self._failed.discard(request.request_id)
-        return aside
-
-
-class AdmittingConnector(BudgetedConnector):
-    """A connector with an Admission on its scheduler's side."""
-
-    @functools.cached_property
-    def _admission(self) -> Admission:
-        return Admission()
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if self._admission.steps_aside(request):
-            return None, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self._admission.ended(scheduler_output.finished_req_ids)
-        return super().build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._admission.failed(connector_output.failed_recving)
-        super().update_connector_output(connector_output)
+            if self._scheduler is None:
+                return False
+            reserve_windows(self._scheduler)
+        release_reservation(self._scheduler, request)
+        return bool(vars(request).pop(_FAILED, False))

@@ -14,22 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-
 from fskv.data_path.job import JobResult
 from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.quirks import without_new_loads
 from fskv.hybrid_planner import GroupSpec, needed_chunks
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 # A load is given up after its recompute's time, and never before this: a disk's bad moment, an engine's step.
 _LEAST_S = 0.25
@@ -216,35 +210,3 @@ class LoadBudget:
         news = {one: rate for one, rate in now.items() if rate not in (None, self._shown.get(one))}
         self._shown |= news
         return to_stats(self._counters.drain(), news)
-
-
-class BudgetedConnector(OffloadingConnector):
-    """vLLM's connector with a LoadBudget on its scheduler's side, which a subclass makes."""
-
-    budget: LoadBudget
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Look the request up; a hit that recomputes faster than it loads is not taken (`load_budget`)."""
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        taken = self.budget.take(request.request_id, num_computed_tokens, found or 0)
-        if taken or not found:
-            return found, is_async
-        # vLLM's scheduler remembers its last answer.
-        self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, 0)
-        return 0, False
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        status = self.scheduler._req_status[request.request_id]  # noqa: SLF001
-        # A load is a request's only job.
-        job_id = next(iter(status.transfer_jobs)) if num_external_tokens else None
-        computed = status.num_locally_computed_tokens
-        self.budget.admitted(request.request_id, num_external_tokens, computed, job_id)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self.budget.on_step(scheduler_output)
-        return super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))

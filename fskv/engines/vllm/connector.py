@@ -15,9 +15,10 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorTransferResults,
@@ -28,10 +29,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from fskv.engines.vllm.admission import AdmittingConnector
+from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.budget import LoadBudget, Reports
-from fskv.engines.vllm.identity import engine_groups, reuses_kv
+from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import Media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
@@ -45,17 +51,21 @@ from fskv.engines.vllm.quirks import (
     gives_way,
     handshakes_of_workers,
     heed_caps,
+    job_of_load,
     load_last_chunks,
     offer_again,
     prefix_of,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
+    without_new_loads,
 )
-from fskv.engines.vllm.resting_connector import RestingConnector
-from fskv.engines.vllm.spec import FskvOffloadingSpec, prepare, with_spec
+from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
+from fskv.engines.vllm.worker import RestingWorker
 from fskv.errors import ConfigError, FskvError, RestError
+from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_stored
+from fskv.kv_transfer.options import store_config
 from fskv.offload.lookup import patience
 from fskv.offload.mover import News
 
@@ -87,8 +97,7 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
         return FskvWorkerMetadata(
-            completed_jobs=merged.completed_jobs,
-            transfer_stats=merged.transfer_stats,
+            **_fields(merged),
             news=self.news.merged(other.news),
             loads={
                 job_id: self.loads.get(job_id, []) + other.loads.get(job_id, [])
@@ -105,19 +114,10 @@ class FskvConnectorMetadata(OffloadingConnectorMetadata):
     touches: list[ChunkKeys] = field(default_factory=list)
 
 
-class FskvConnector(AdmittingConnector):
-    """See the module docstring."""
+class FskvConnector(OffloadingConnector):
+    """vLLM's offloading connector with fskv's manager and workers, which may fail a load."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
-
-    def __new__(cls, vllm_config: Any = None, role: Any = None, kv_cache_config: Any = None) -> Any:
-        """Make a RestingConnector instead where the model keeps KV of a kind that fskv does not know."""
-        if kv_cache_config is not None:
-            try:
-                engine_groups(vllm_config, kv_cache_config)
-            except RestError as error:
-                return RestingConnector(vllm_config, role, kv_cache_config, reason=str(error))
-        return super().__new__(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -127,24 +127,66 @@ class FskvConnector(AdmittingConnector):
             if outer is not None:
                 check_stored(outer.kv_connector_extra_config.get("connectors") or ())
             setup = prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
+        except RestError as error:
+            self._init_at_rest(vllm_config, role, kv_cache_config, str(error))
+            return
         except FskvError as error:
             logger.error("fskv: %s", error)
             raise
-        self._setup = setup
-        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
-        self._pool: BlockPool | None = None
-        self._cached_blocks: object = None  # of the pool, as it was when events were last taken
         if outer is not None:
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
         super().__init__(with_spec(vllm_config, setup), role, kv_cache_config)
+        self._set_up(setup, role)
+
+    def _init_at_rest(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+        why: str,
+    ) -> None:
+        """Begin as vLLM's own does, but without a group of KV: it asserts that it knows each one's kind."""
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        config = store_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        setup = Setup(vllm_config, config, [], Geometry(1, (1,), (0,), ()))
+        injected = with_spec(vllm_config, setup).kv_transfer_config
+        assert injected is not None
+        of_nothing: Any = SimpleNamespace(
+            groups=(),
+            extra_config=injected.kv_connector_extra_config,
+            enable_kv_cache_events=False,
+            cache=SimpleNamespace(tokens_per_hash=1, blocks_per_chunk=1),
+            parallel=vllm_config.parallel_config,
+            canonical_layout=False,
+        )
+        spec = FskvOffloadingSpec(of_nothing)
+        self.connector_scheduler = self.connector_worker = None
+        self._bounding_group_ids = ()  # vLLM asks these how far a load may reach
+        if role is KVConnectorRole.WORKER:
+            self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
+            self._rest(why)
+        else:
+            self.connector_scheduler = OffloadingConnectorScheduler(
+                spec, vllm_config, kv_cache_config
+            )
+            self._manager.turn_off(why, unknown=True)
+        self._set_up(setup, role)
+
+    def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
+        self._setup = setup
+        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
+        self._pool: BlockPool | None = None
+        self._cached_blocks: object = None  # of the pool, as it was when events were last taken
         if role is KVConnectorRole.SCHEDULER:
             # Of vLLM's own connector beside this one, too.
             begin_block_lists_anew()
             heed_caps()
             load_last_chunks(self.scheduler)
             self._so_far = SoFar()
-            self._media = Media(vllm_config, checked="media" not in setup.config.trust)
+            self._admission = Admission()
+            self._media = Media(setup.vllm_config, checked="media" not in setup.config.trust)
             groups = [group.spec for group in setup.groups]
             self.budget = LoadBudget(self._manager, groups)
             self._manager.allowed_s = self.budget.allowed_s
@@ -162,13 +204,13 @@ class FskvConnector(AdmittingConnector):
 
     @property
     def _manager(self) -> FskvManager:
-        manager = self.scheduler.manager
-        assert isinstance(manager, FskvManager)
-        return manager
+        return cast("FskvManager", self.scheduler.manager)
 
     # --- worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if isinstance(self._spec.worker, RestingWorker):
+            return
         try:
             super().register_kv_caches(kv_caches)
         except RestError as error:
@@ -224,14 +266,8 @@ class FskvConnector(AdmittingConnector):
         news, loads = worker.take_news(), worker.take_loads()
         if stock is None and not (news or loads or worker.reloaded):
             return None
-        stock = stock or OffloadingWorkerMetadata()
-        return FskvWorkerMetadata(
-            completed_jobs=stock.completed_jobs,
-            transfer_stats=stock.transfer_stats,
-            news=news,
-            loads=loads,
-            reloaded=worker.reloaded,
-        )
+        known = _fields(stock or OffloadingWorkerMetadata())
+        return FskvWorkerMetadata(**known, news=news, loads=loads, reloaded=worker.reloaded)
 
     def drop_jobs(self) -> None:
         """Touch no KV page for what was asked for until now: the engine has given its KV up."""
@@ -250,12 +286,14 @@ class FskvConnector(AdmittingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if self._manager.chunks.stopped:
+            return  # the scheduler does not know its KV, whatever its workers know
         workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
             if not workers or len(workers) < len(metadata):
                 workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
-                self._manager.rest(rests[0])
+                self._manager.turn_off(rests[0], unknown=True)
                 return
             _check_own(workers, self._setup.config.root)
             self._manager.set_workers(workers)
@@ -280,24 +318,41 @@ class FskvConnector(AdmittingConnector):
             self._manager.exclude_request(request.request_id)
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Look the request up; a hit that recomputes faster than it loads is not taken (`load_budget`)."""
+        if self._admission.steps_aside(request):
+            return None, False
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        taken = self.budget.take(request.request_id, num_computed_tokens, found or 0)
+        if taken or not found:
+            return found, is_async
+        # vLLM's scheduler remembers its last answer.
+        self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens, 0)
+        return 0, False
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        groups, num_computed = prefix_of(self.scheduler, request.request_id)
-        manager = cast("FskvManager", self.scheduler.manager)
-        manager.admit(request.request_id, groups, num_computed + num_external_tokens)
+        req_id = request.request_id
+        groups, num_computed = prefix_of(self.scheduler, req_id)
+        self._manager.admit(req_id, groups, num_computed + num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if not num_external_tokens:
             tell_allocated(self.scheduler, blocks)
+        job_id = job_of_load(self.scheduler, req_id) if num_external_tokens else None
+        self.budget.admitted(req_id, num_external_tokens, num_computed, job_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        meta = super().build_connector_meta(scheduler_output)
-        if touches := cast("FskvManager", self.scheduler.manager).take_touches():
-            known = {each.name: getattr(meta, each.name) for each in fields(meta)}
-            meta = FskvConnectorMetadata(**known, touches=touches)
+        self.budget.on_step(scheduler_output)
+        meta = super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))
+        if touches := self._manager.take_touches():
+            meta = FskvConnectorMetadata(**_fields(meta), touches=touches)
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._admission.failed(connector_output.failed_recving)
         super().update_connector_output(connector_output)
         self._so_far.add(connector_output.kv_connector_stats, self.stats_id)
         told = connector_output.kv_connector_worker_meta
@@ -319,7 +374,8 @@ class FskvConnector(AdmittingConnector):
         """
         forget_past_blocks(self.scheduler)
         # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
-        self._manager.forget_announced()
+        if (events := self._manager.events) is not None:
+            events.removed_all()
         self._held_events = list(self.take_events())
         super().reset_cache()
         self.budget.reset()
@@ -332,13 +388,16 @@ class FskvConnector(AdmittingConnector):
         self._pool, self._cached_blocks = gpu_block_pool, cached_blocks(gpu_block_pool)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self._manager.events
         if self._pool is not None and cached_blocks(self._pool) is not self._cached_blocks:
             self._cached_blocks = cached_blocks(self._pool)
-            self._manager.announce_again()
+            if events is not None:
+                events.say_again()
         held, self._held_events = self._held_events, []
         yield from held
         yield from super().take_events()
-        self._manager.trim_event_payloads(event_payloads(self.scheduler))
+        if events is not None:
+            events.trim(event_payloads(self.scheduler), self._manager.chunks.storing.keys())
 
     # --- both -------------------------------------------------------------------------------
 
@@ -362,6 +421,11 @@ class FskvConnector(AdmittingConnector):
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         # vLLM finds the metric definitions through the spec's name, which the user does not write.
         return super().build_prom_metrics(with_spec(vllm_config, None), *args, **kwargs)
+
+
+def _fields(of_vllm: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, by name, for one that has more."""
+    return {each.name: getattr(of_vllm, each.name) for each in fields(of_vllm)}
 
 
 def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX_CACHING_OFF = (
     "prefix caching is off in this engine, where vLLM does so because KV must not be used again, or by "
-    "--no-enable-prefix-caching: fskv neither loads nor stores"
+    "--no-enable-prefix-caching"
 )
 
 # An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
@@ -157,7 +157,7 @@ class FskvManager(OffloadingManager):
         self._chunks_per_step = chunks_per_step
         self._loads = loads
         self.config = config
-        self._events = events
+        self.events = events
         self.blocks_per_chunk = blocks_per_chunk
         self.workers: list[FskvHandshake] = []
         # By request, how long its load may take: the connector's LoadBudget says so.
@@ -201,9 +201,14 @@ class FskvManager(OffloadingManager):
         self.workers = sorted(workers, key=lambda w: w.rank)
         if self.locality is None and first.is_local is not None:
             self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
+        files = {
+            rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
+            for worker in self.workers
+            for rank in worker.file_ranks
+        }
         self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
         self.chunks.attach(
-            list(self._files.values()),
+            list(files.values()),
             num_movers=len(workers),
             dir_mode=first.dir_mode,
             file_mode=first.file_mode,
@@ -222,18 +227,14 @@ class FskvManager(OffloadingManager):
                 self.chunks.capacity.pid or "(not up yet)",
             )
 
-    def turn_off(self, reason: str) -> None:
-        """Neither load nor store, from now on and for good: where vLLM itself does not reuse KV."""
-        self.chunks.stopped = True
-        self._watch.off = "prefix_caching_off", reason
-        self._states.say("prefix_caching_off", logging.WARNING, reason=reason)
-
-    def rest(self, reason: str) -> None:
-        """Neither load nor store, from now on and for good: where it is not known how KV lies."""
+    def turn_off(self, reason: str, *, unknown: bool = False) -> None:
+        """Neither load nor store, for good: vLLM does not reuse KV, or it is `unknown` how KV lies."""
         reason = f"{reason}: fskv neither loads nor stores"
         self.chunks.stopped = True
-        self._watch.off = "kv_unknown", reason
-        self._states.say("kv_unknown", logging.WARNING, reason=reason)
+        self._watch.off = "kv_unknown" if unknown else "prefix_caching_off", reason
+        self._states.say(
+            "kv_unknown" if unknown else "prefix_caching_off", logging.WARNING, reason=reason
+        )
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.
@@ -281,8 +282,8 @@ class FskvManager(OffloadingManager):
                 told.add((chunk, reason))
                 if presence is Presence.HIT:
                     self.chunks.counters.add(metrics.LOOKUP_HITS)
-                    if self._events:  # stored by another engine, or before this one's start
-                        self._events.stored(chunk)
+                    if self.events:  # stored by another engine, or before this one's start
+                        self.events.stored(chunk)
                 else:
                     self.chunks.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
@@ -388,28 +389,13 @@ class FskvManager(OffloadingManager):
         )
         self.chunks.forget()
 
-    def forget_announced(self) -> None:
-        """Before a reset: take back all that was announced. What is found again is announced again."""
-        if self._events:
-            self._events.removed_all()
-
-    def announce_again(self) -> None:
-        """After a reset of vLLM's prefix cache, whose event names no medium. The files stay."""
-        if self._events:
-            self._events.say_again()
-
     def take_events(self) -> Iterable[OffloadingEvent]:
-        for event in self._events.take() if self._events else ():
+        for event in self.events.take() if self.events else ():
             yield replace(event, locality=self.locality)
-
-    def trim_event_payloads(self, payloads: MutableMapping[OffloadKey, object]) -> None:
-        """Drop what vLLM remembers of chunks that no event will name any more."""
-        if self._events:
-            self._events.trim(payloads, self.chunks.storing.keys())
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping until it can tell how its last stores ended, but not for long."""
-        is_told = self._events is not None or self.config.health_file is not None
+        is_told = self.events is not None or self.config.health_file is not None
         waits = is_told and bool(self.chunks.storing)
         return waits and time.monotonic() < self.chunks.last_store_at + _EVENTS_LINGER_S
 
@@ -423,15 +409,6 @@ class FskvManager(OffloadingManager):
     def _serves(self, req_id: str) -> bool:
         serves = self.chunks.attached and not self.chunks.stopped
         return serves and req_id not in self._excluded_requests
-
-    @property
-    def _files(self) -> dict[int | None, RankFiles]:
-        """The files of a chunk, by the rank in their names."""
-        return {
-            rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
-            for worker in self.workers
-            for rank in worker.file_ranks
-        }
 
     @property
     def rank_sizes(self) -> dict[int, int]:

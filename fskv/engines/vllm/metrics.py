@@ -70,43 +70,40 @@ class FskvStats(OffloadingConnectorStats):
 
     def reduce(self) -> dict[str, Any]:
         """Return what to log, in order; what did not happen is not in it."""
-        said: dict[str, str] = {}
-        requests = self._sum(metrics.LOADED_REQUESTS)
-        if requests:
-            known = self._labelled(metrics.SAVED_SECONDS)
-            saved = f"about {self._sum(metrics.SAVED_SECONDS):.1f} s saved"
-            said["requests loaded"] = (
-                f"{requests:.0f} ({self._sum(metrics.LOADED_TOKENS):.0f} tokens from files, "
-                f"{saved if known else 'saved: not known yet'})"
-            )
         # No ratio: of full attention a lookup ends at its first miss, however many chunks are behind it.
-        for word, metric, of in (
-            ("found", metrics.LOOKUP_HITS, " chunks"),
-            ("misses", metrics.LOOKUP_MISSES, ""),
-        ):
-            if self._sum(metric):
-                said[word] = f"{self._sum(metric):.0f}{of}"
-        for word, chunks, nbytes in (
-            ("loaded", metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
-            ("stored", metrics.STORED_CHUNKS, metrics.STORED_BYTES),
-        ):
-            if self._sum(chunks):
-                said[word] = f"{self._sum(chunks):.0f} files ({self._sum(nbytes) / MIB:.1f} MiB)"
-        for word, metric in (
-            ("loads failed", metrics.LOAD_FAILURES),
-            ("not stored", metrics.STORES_SKIPPED),
-        ):
-            reasons = [
-                f"{amount:.0f} {label[0]}"
-                for label, amount in sorted(self._labelled(metric).items())
-                if amount and label[0] != "exists"
-            ]
-            if reasons:
-                said[word] = ", ".join(reasons)
+        words = {
+            "requests loaded": self._requests(),
+            "found": self._number(metrics.LOOKUP_HITS, " chunks"),
+            "misses": self._number(metrics.LOOKUP_MISSES),
+            "loaded": self._files(metrics.LOADED_CHUNKS, metrics.LOADED_BYTES),
+            "stored": self._files(metrics.STORED_CHUNKS, metrics.STORED_BYTES),
+            "loads failed": self._reasons(metrics.LOAD_FAILURES),
+            "not stored": self._reasons(metrics.STORES_SKIPPED),
+        }
+        said = {word: text for word, text in words.items() if text}
         if not said:
             return {"fskv": "no chunk asked for, loaded or stored"}
         first = next(iter(said))
         return {f"fskv so far: {first}": said.pop(first), **said}
+
+    def _number(self, metric: Metric, unit: str = "") -> str:
+        amount = self._sum(metric)
+        return f"{amount:.0f}{unit}" if amount else ""
+
+    def _requests(self) -> str:
+        known = self._labelled(metrics.SAVED_SECONDS)
+        saved = f"about {self._sum(metrics.SAVED_SECONDS):.1f} s saved"
+        tokens = f"{self._sum(metrics.LOADED_TOKENS):.0f} tokens from files"
+        what = f" ({tokens}, {saved if known else 'saved: not known yet'})"
+        return self._number(metrics.LOADED_REQUESTS, what)
+
+    def _files(self, chunks: Metric, nbytes: Metric) -> str:
+        return self._number(chunks, f" files ({self._sum(nbytes) / MIB:.1f} MiB)")
+
+    def _reasons(self, metric: Metric) -> str:
+        amounts = sorted(self._labelled(metric).items())
+        told = ((label[0], amount) for label, amount in amounts if label[0] != "exists")
+        return ", ".join(f"{amount:.0f} {reason}" for reason, amount in told if amount)
 
     def _labelled(self, metric: Metric) -> Mapping[tuple[str, ...], float]:
         found: Counter[tuple[str, ...]] = Counter()

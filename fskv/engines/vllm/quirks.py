@@ -1,45 +1,9 @@
 """Everything private of vLLM that fskv touches while an engine runs, and what it puts right from outside.
 
-**Callers.** vLLM gives a connector no way to the engine's workers, a child no way to the connector around
-it, a tier no way to the scheduler, and asks for a connector's class without the configuration that names it.
-Whoever builds or resets them is among the callers, so `callers` looks there.
-
-**Handshakes.** vLLM's MultiConnector has every child hear the first child's: FskvConnector gives way to a
-child that needs it (`gives_way`), and asks its workers itself (`handshakes_of_workers`).
-
-**Blocks of siblings' loads.** `tell_allocated`.
-
-**Sessions that go on** (`resumable`, vLLM 0.32). The scheduler asks no connector about a session's next turn,
-but hands out its blocks as a new request's, all of them. OffloadingConnectorScheduler appends them to those
-that it has, and would store one block's KV under the key of another: `begin_block_lists_anew`.
-
-**What clients send** (`kv_transfer_params`, vLLM 0.32). A cap on what is stored ends the engine where states
-are kept within a block, or is not obeyed (0), and a value that is no table ends it anywhere: `heed_caps`.
-
-**Resets.** `OffloadingConnectorScheduler.reset_cache` (vLLM 0.32) sets next_stored_chunk_idx to 0, so that
-running requests store all their chunks again. In groups with a window or a state the blocks before it have
-been freed and used again, and only those from it on are kept up to date (_update_req_states): a request
-would store another one's KV under its own keys. FskvConnector, its siblings in a FskvMultiConnector and the
-connector above FskvTier are all of that class: `forget_past_blocks`.
-
-It also leaves to the next step what waits in the workers to be stored: that is gathered then. But an engine
-resets when it gives its KV up. One in processes of its own waits until its connector is idle before it sleeps
-(has_work, has_pending_push_work). One in the caller's process does not: no step comes before its pages are
-unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep). So the workers are told at
-once: `drop_in_workers`.
-
-**Resets of the prefix cache.** vLLM tells routers by an event that names no medium, and they forget what is
-on disk too. A connector hears nothing of it: `cached_blocks`.
-
-**Failed loads.** vLLM's scheduler believes that chunks it once hit are offloaded: `offer_again`.
-
-**Drafts.** vLLM 0.32 leaves out the last chunk of each hit in a group with layers of an MTP draft, and stores
-windows only where a whole hit ends. So a model with windows hits nothing of what it has stored, and other
-models hit a chunk less: `load_last_chunks`. A draft's KV of one position depends on the token after it, so at
-the end of a hit it may be another prompt's. It decides how many of the draft's tokens the model accepts, and
-nothing else. For other drafts vLLM leaves nothing out.
-
-**Reservations.** What it keeps free for loads: `reserve_windows`, `release_reservation`.
+vLLM gives a connector no way to the engine's workers, a child no way to the connector around it, a tier no
+way to the scheduler, and asks for a connector's class without the configuration that names it. Whoever builds
+or resets them is among the callers, so `callers` looks there. What is put right is said at each function,
+with the versions of vLLM that need it.
 
 Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
 steps.
@@ -51,7 +15,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,62 +57,68 @@ def callers(method: str | None = None) -> Iterator[Any]:
         frame = frame.f_back
 
 
+def _caller(fits: Callable[[Any], bool], method: str | None = None) -> Any:
+    """Return the nearest caller that fits; None if none does."""
+    return next((each for each in callers(method) if fits(each)), None)
+
+
 def configuration_being_built() -> Any:
     """Return the VllmConfig that a caller is making; None if none is."""
-    for caller in callers("__post_init__"):
-        if hasattr(caller, "kv_transfer_config") and hasattr(caller, "parallel_config"):
-            return caller
-    return None
+    names = "kv_transfer_config", "parallel_config"
+    return _caller(lambda one: all(hasattr(one, name) for name in names), "__post_init__")
 
 
 def executor() -> Any:
     """Return the executor of the engine core that is calling; None if no caller is one."""
-    for caller in callers():
-        found = getattr(caller, "model_executor", None)
-        if hasattr(found, "collective_rpc"):
-            return found
-    return None
+    core = _caller(lambda one: hasattr(getattr(one, "model_executor", None), "collective_rpc"))
+    return None if core is None else core.model_executor
 
 
 def resetting_scheduler() -> OffloadingConnectorScheduler | None:
     """Return the scheduler that is resetting its manager, and with it the caller; None if there is none."""
-    found = (one for one in callers() if isinstance(one, OffloadingConnectorScheduler))
-    return next(found, None)
+    found: OffloadingConnectorScheduler | None = _caller(
+        lambda one: isinstance(one, OffloadingConnectorScheduler)
+    )
+    return found
+
+
+def reserving_scheduler() -> Scheduler | None:
+    """Return the scheduler that is calling; None if it keeps no blocks free for loads under way."""
+    found: Scheduler | None = _caller(
+        lambda one: isinstance(getattr(one, "_inflight_prefills", None), set)
+    )
+    return found
 
 
 def enclosing_connector(own: type[KVConnectorBase_V1]) -> KVTransferConfig | None:
     """Return the configuration of the connector that is building one of class `own`, if there is one."""
-    for caller in callers():
-        if isinstance(caller, KVConnectorBase_V1) and not isinstance(caller, own):
-            return caller._vllm_config.kv_transfer_config  # noqa: SLF001
-    return None
+    outer = _caller(lambda one: isinstance(one, KVConnectorBase_V1) and not isinstance(one, own))
+    return None if outer is None else outer._vllm_config.kv_transfer_config  # noqa: SLF001
 
 
 def gives_way(own: KVConnectorBase_V1) -> bool:
-    """Whether vLLM's MultiConnector, which is asking `own` for its handshake, has one of another child's."""
-    for caller in callers():
-        siblings = getattr(caller, "_connectors", ())
-        if own in siblings:
-            if type(caller).get_handshake_metadata is not MultiConnector.get_handshake_metadata:
-                return False  # hands each child its own
-            others = [each for each in siblings if type(each) is not type(own)]
-            return any(each.get_handshake_metadata() is not None for each in others)
-    return False
+    """Whether vLLM's MultiConnector, which is asking `own` for its handshake, has one of another child's.
+
+    It has every child hear the first child's. FskvConnector can ask its workers itself.
+    """
+    outer = _caller(lambda one: own in getattr(one, "_connectors", ()))
+    if outer is None:
+        return False
+    if type(outer).get_handshake_metadata is not MultiConnector.get_handshake_metadata:
+        return False  # hands each child its own
+    others = (each for each in outer._connectors if type(each) is not type(own))  # noqa: SLF001
+    return any(each.get_handshake_metadata() is not None for each in others)
 
 
 def connectors() -> Iterator[OffloadingConnector]:
     """In a worker: yield its connectors of vLLM's offloading kind; inside a MultiConnector too."""
     from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-    for connector in _within(get_kv_transfer_group()):
+    found: list[Any] = [get_kv_transfer_group()]
+    for connector in found:
+        found.extend(getattr(connector, "_connectors", ()))  # vLLM's MultiConnector
         if isinstance(connector, OffloadingConnector):
             yield connector
-
-
-def _within(connector: Any) -> Iterator[Any]:
-    yield connector
-    for child in getattr(connector, "_connectors", ()):  # vLLM's MultiConnector
-        yield from _within(child)
 
 
 # --- starts -----------------------------------------------------------------------------------
@@ -163,12 +133,8 @@ def handshakes_of_workers() -> list[Any]:
 
 def handshakes(_worker: object) -> list[Any]:
     """Return the handshakes of this worker's fskv connectors. On the worker's thread."""
-    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
-
-    from fskv.engines.vllm.manager import FskvHandshake
-
-    found = [getattr(each, "handshake", None) for each in _within(get_kv_transfer_group())]
-    return [own for own in found if isinstance(own, FskvHandshake)]
+    found = (getattr(each, "handshake", None) for each in connectors())
+    return [own for own in found if own is not None]
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -191,8 +157,10 @@ def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
 def begin_block_lists_anew() -> None:
     """Have each connector of vLLM's offloading kind forget a request's blocks before it is told all of them.
 
-    For the life of the process, once; a vLLM that does it otherwise stays as it is. Where vLLM has asked
-    about a request, which is all but sessions, there is nothing to forget.
+    vLLM's scheduler (0.32) asks no connector about the next turn of a session that goes on (`resumable`), but
+    hands out its blocks as a new request's, all of them. OffloadingConnectorScheduler appends them to those
+    that it has, and would store one block's KV under the key of another. Of other requests there is nothing
+    to forget. For the life of the process, once; a vLLM that does it otherwise stays as it is.
     """
     of_vllm = getattr(OffloadingConnectorScheduler, "_update_req_states", None)
     if of_vllm is None or hasattr(of_vllm, "of_fskv"):
@@ -213,7 +181,9 @@ def begin_block_lists_anew() -> None:
 def heed_caps() -> None:
     """Have each connector of vLLM's offloading kind obey what a client sends, and never end by it.
 
-    For the life of the process, once; a vLLM that does it otherwise stays as it is.
+    A cap on what is stored (`kv_transfer_params`, 0.32) ends the engine where states are kept within a block,
+    or is not obeyed (0), and a value that is no table ends it anywhere. For the life of the process, once; a
+    vLLM that does it otherwise stays as it is.
     """
     tails = getattr(OffloadingConnectorScheduler, "_build_partial_tail_store_jobs", None)
     begins = OffloadingConnectorScheduler.on_new_request
@@ -254,7 +224,13 @@ def _most_stored(scheduler: OffloadingConnectorScheduler, req_id: str) -> float:
 
 
 def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
-    """Make a reset that follows store no block again that may be another request's by now."""
+    """Make a reset that follows store no block again that may be another request's by now.
+
+    `OffloadingConnectorScheduler.reset_cache` (0.32) sets next_stored_chunk_idx to 0, so that running
+    requests store all their chunks again. In groups with a window or a state the blocks before it have been
+    freed and used again, and only those from it on are kept up to date (_update_req_states): a request would
+    store another one's KV under its own keys.
+    """
     for status in scheduler._req_status.values():  # noqa: SLF001
         for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
             group = status.group_states[group_idx]
@@ -267,7 +243,13 @@ def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
 
 
 def drop_in_workers() -> None:
-    """Return when no worker touches a KV page any more for what was asked of it; waits for copies only."""
+    """Return when no worker touches a KV page any more for what was asked of it; waits for copies only.
+
+    A reset leaves to the next step what waits in the workers to be stored: that is gathered then. But an
+    engine resets when it gives its KV up. One in processes of its own waits until its connector is idle
+    before it sleeps (has_work, has_pending_push_work). One in the caller's process does not: no step comes
+    before its pages are unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep).
+    """
     found = executor()
     if found is None:
         logger.warning(
@@ -303,15 +285,6 @@ def without_new_loads(
 
 
 # --- what the scheduler keeps free for loads --------------------------------------------------
-
-
-def reserving_scheduler() -> Scheduler | None:
-    """Return the scheduler that is calling; None if it keeps no blocks free for loads under way."""
-    for caller in callers():
-        if isinstance(getattr(caller, "_inflight_prefills", None), set):
-            found: Scheduler = caller
-            return found
-    return None
 
 
 def reserve_windows(scheduler: Scheduler) -> None:
@@ -357,6 +330,10 @@ def release_reservation(scheduler: Scheduler, request: Request) -> None:
 def load_last_chunks(scheduler: OffloadingConnectorScheduler) -> None:
     """Have groups with layers of a draft store and hit as all others do.
 
+    vLLM 0.32 leaves out the last chunk of each hit in a group with layers of an MTP draft, and stores windows
+    only where a whole hit ends. So a model with windows hits nothing of what it has stored, and other models
+    hit a chunk less. A draft's KV of one position depends on the token after it, so at the end of a hit it
+    may be another prompt's. It decides how many of the draft's tokens the model accepts, and nothing else.
     Called before the first request. A vLLM that does it otherwise stays as it is.
     """
     config = scheduler.config
@@ -376,7 +353,10 @@ def load_last_chunks(scheduler: OffloadingConnectorScheduler) -> None:
 
 
 def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
-    """Have the recompute of a failed load store the request's chunks again, or the lost ones stay lost."""
+    """Have the recompute of a failed load store the request's chunks again, or the lost ones stay lost.
+
+    vLLM's scheduler believes that chunks it once hit are offloaded.
+    """
     status = scheduler._req_status.get(req_id)  # noqa: SLF001
     if status is None:
         return
@@ -399,8 +379,14 @@ def prefix_of(
     )
 
 
+def job_of_load(scheduler: OffloadingConnectorScheduler, req_id: str) -> int:
+    """Return the job of a load that was just begun: it is its request's only one."""
+    jobs: set[int] = scheduler._req_status[req_id].transfer_jobs  # noqa: SLF001
+    return next(iter(jobs))
+
+
 def cached_blocks(pool: BlockPool) -> object:
-    """Return what a reset of vLLM's prefix cache replaces by another."""
+    """Return what a reset of vLLM's prefix cache replaces by another; a connector hears nothing of it."""
     return pool.cached_block_hash_to_block
 
 

@@ -226,7 +226,6 @@ class FskvMultiConnector(MultiConnector):
                 tell_allocated(child.scheduler, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        self._admission.ended(scheduler_output.finished_req_ids)
         metadata = tuple(
             child.build_connector_meta(
                 without_new_loads(child.scheduler, scheduler_output)
@@ -297,7 +296,7 @@ def _granularity(child: Any) -> int:
     config = child.scheduler.config
     if config.supports_partial_tail:
         return int(config.tokens_per_hash)
-    return max(int(group.tokens_per_chunk) for group in config.kv_group_configs)
+    return max((int(group.tokens_per_chunk) for group in config.kv_group_configs), default=1)
 
 
 def _parse(vllm_config: VllmConfig) -> MultiConfig:

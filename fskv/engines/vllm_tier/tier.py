@@ -152,7 +152,7 @@ class FskvTier(SecondaryTierManager):
         except RestError as error:
             self._worker = RestingWorker(FskvHandshake.resting(0, 1, str(error)))
             self._manager = FskvManager(config, 1, engine_rank=rank)
-            self._manager.rest(str(error))
+            self._manager.turn_off(str(error), unknown=True)
             return
         # Not through numpy, which would hold the buffer: vLLM releases it when the engine stops.
         memory = torch.frombuffer(view, dtype=torch.int8).view(self._num_rows, -1)
@@ -291,7 +291,8 @@ class FskvTier(SecondaryTierManager):
                 quirks.forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.exclude_request(req_id)
-        self._manager.forget_announced()
+        if (events := self._manager.events) is not None:
+            events.removed_all()
         self._manager.reset_cache()
 
     def _collect(self) -> None:
