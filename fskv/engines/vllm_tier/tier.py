@@ -15,9 +15,6 @@ constructor (docs/vllm.md, "As a tier behind vLLM's CPU cache").
 
 from __future__ import annotations
 
-# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
-import fskv.engines.vllm_tier.version  # noqa: F401  # isort: skip
-
 import logging
 import os
 import tempfile
