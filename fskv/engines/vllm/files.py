@@ -13,10 +13,12 @@ Pure but for the views it makes of the tensors; called once, at start-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
@@ -58,7 +60,7 @@ class WorkerFiles:
 def file_layouts(
     groups: Sequence[EngineGroup],
     layouts: Sequence[GroupLayout],
-    in_page: dict[str, Json] | None = None,
+    in_page: Mapping[str, Json] = MappingProxyType({}),
 ) -> dict[int, FileLayout]:
     """Return what a chunk's files look like, by group index; equal slices of the same pages are all alike.
 
@@ -67,7 +69,7 @@ def file_layouts(
     found = {}
     for group, layout in zip(groups, layouts, strict=True):
         page_nbytes = tuple(page.nbytes for page in layout.pages)
-        inside = (in_page or {}).get(f"group{layout.group_idx}")
+        inside = in_page.get(f"group{layout.group_idx}")
         facts = GroupIdentity(
             layout.group_idx,
             group.kind,
@@ -199,30 +201,20 @@ def canonical_files(
 def slice_offsets(mapping: CanonicalPageMapping, num_slices: int) -> dict[int, int] | None:
     """Return where in a rank's page the slices begin that it has; None unless it is made of whole ones."""
     nbytes, rest = divmod(mapping.canonical_page_size_bytes, num_slices)
-    fragments = sorted(
-        (
-            run.canonical_offset + i * run.canonical_stride,
-            run.local_offset + i * run.local_stride,
-            run.fragment_size,
-        )
-        for run in mapping.runs
-        for i in range(run.num_fragments)
-    )
-    stretches: list[list[int]] = []  # contiguous on both sides
-    for canonical, local, size in fragments:
-        last = stretches[-1] if stretches else None
-        if last and (last[0] + last[2], last[1] + last[2]) == (canonical, local):
-            last[2] += size
-        else:
-            stretches.append([canonical, local, size])
-    if rest or any(canonical % nbytes or size % nbytes for canonical, _, size in stretches):
+    if rest or mapping.local_page_size_bytes % nbytes:
         return None
-    offsets = {
-        (canonical + at) // nbytes: local + at
-        for canonical, local, size in stretches
-        for at in range(0, size, nbytes)
-    }
-    return offsets if len(offsets) * nbytes == mapping.local_page_size_bytes else None
+    origin = np.full(mapping.local_page_size_bytes, -1)  # of each byte, in the canonical page
+    for run in mapping.runs:
+        for i in range(run.num_fragments):
+            at = run.local_offset + i * run.local_stride
+            start = run.canonical_offset + i * run.canonical_stride
+            origin[at : at + run.fragment_size] = np.arange(start, start + run.fragment_size)
+    slices = origin.reshape(-1, nbytes)
+    numbers = slices[:, 0] // nbytes
+    expected = numbers[:, None] * nbytes + np.arange(nbytes)
+    if numbers.min() < 0 or (slices != expected).any() or len({*numbers}) != len(numbers):
+        return None
+    return {int(number): i * nbytes for i, number in enumerate(numbers)}
 
 
 def _refusal(why: str) -> ConfigError:

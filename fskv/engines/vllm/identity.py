@@ -10,9 +10,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PretrainedConfig
@@ -34,14 +33,17 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fskv.config import StoreConfig
+from fskv.data_path.threads import call_with_deadline
 from fskv.engines.vllm.loaded import (
     Loaded,
     check_unchanged,
     checkpoint_of,
     code_digests,
+    find_loaded,
     loaded_files,
     modules_of,
 )
+from fskv.engines.vllm.page_layout import by_layer, page_layouts
 from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.settings import counting_settings
 from fskv.errors import ConfigError, RestError
@@ -54,6 +56,7 @@ from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
 _LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
 
@@ -130,10 +133,40 @@ def _is_replayed(spec: KVCacheSpec) -> bool:
     return any(getattr(each, "prefix_replay_tokens", 0) for each in iter_layer_specs(spec))
 
 
-def by_layer(texts: Iterable[str]) -> str:
-    """Return what is said of each layer, in their order: once where it is the same of all."""
-    runs = [(text, len(list(same))) for text, same in groupby(texts)]
-    return runs[0][0] if len(runs) == 1 else " + ".join(f"{n} * {text}" for text, n in runs)
+def identify(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    groups: list[EngineGroup],
+    pages: list[tuple[int, ...]],
+    num_blocks: int,
+    *,
+    blocks_per_chunk: int,
+    tokens_per_hash: int,
+    canonical_format: str | None,
+) -> tuple[Identity, Loaded, dict[str, Json]]:
+    """Return a worker's identity, what it has loaded, and how its pages are laid out inside, by group.
+
+    For vLLM's own thread, when KV is bound to its layers. Raises as `build_identity`, and ConfigError where
+    files do not answer.
+    """
+    layouts = page_layouts(vllm_config, groups, num_blocks, canonical=canonical_format is not None)
+    loaded = find_loaded(vllm_config)
+    identity = call_with_deadline(
+        lambda: build_identity(
+            vllm_config,
+            config,
+            groups,
+            pages,
+            blocks_per_chunk,
+            tokens_per_hash,
+            layouts,
+            canonical_format,
+            loaded,
+        ),
+        FINGERPRINT_S,
+        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+    )
+    return identity, loaded, layouts
 
 
 def build_identity(

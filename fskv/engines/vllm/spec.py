@@ -17,11 +17,9 @@ from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import rank_files, slices_per_rank
-from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
-from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.identity import EngineGroup, engine_groups, identify, reuses_kv
 from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
-from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import blocks_in
 from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
@@ -37,10 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SETUP_KEY = (
-    "fskv_setup"  # carries Setup through vLLM's spec factory; never in a user's configuration
-)
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+# Carries Setup through vLLM's spec factory; never in a user's configuration.
+_SETUP_KEY = "fskv_setup"
 
 
 @dataclass(frozen=True)
@@ -88,31 +84,22 @@ class FskvOffloadingSpec(OffloadingSpec):
         vllm_config = setup.vllm_config
         files, canonical_format = rank_files(vllm_config, self.config, setup.groups, bpc, kv_caches)
         layouts = files.layouts[0]
-        in_page = page_layouts(
-            vllm_config, setup.groups, blocks_in(kv_caches), canonical=config.canonical_layout
-        )
-        loaded = find_loaded(vllm_config)
-        identity = call_with_deadline(
-            lambda: build_identity(
-                setup.vllm_config,
-                config,
-                setup.groups,
-                [tuple(page.nbytes for page in layout.pages) for layout in layouts],
-                bpc,
-                self.config.cache.tokens_per_hash,
-                in_page,
-                canonical_format,
-                loaded,
-            ),
-            _FINGERPRINT_S,
-            "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+        identity, loaded, in_page = identify(
+            vllm_config,
+            config,
+            setup.groups,
+            [tuple(page.nbytes for page in layout.pages) for layout in layouts],
+            blocks_in(kv_caches),
+            blocks_per_chunk=bpc,
+            tokens_per_hash=self.config.cache.tokens_per_hash,
+            canonical_format=canonical_format,
         )
         directory, others = call_with_deadline(
             lambda: _open_namespace(config, identity),
             START_UP_S,
             f"option 'root': {config.root} did not answer",
         )
-        tokens = setup.vllm_config.model_config.max_model_len
+        tokens = vllm_config.model_config.max_model_len
         specs = [group.spec for group in setup.groups]
         num_files, nbytes = hit_cost(specs, list(layouts), bpc, tokens)
         logger.info(
@@ -135,11 +122,9 @@ class FskvOffloadingSpec(OffloadingSpec):
             rank=parallel.rank,
             world_size=parallel.world_size,
             # With one stage those of its groups are in the manifest.
-            layouts=in_page
-            if setup.vllm_config.parallel_config.pipeline_parallel_size > 1
-            else None,
+            layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else {},
             # Some layers turn it off while they are built, in this process alone.
-            prefix_caching=reuses_kv(setup.vllm_config),
+            prefix_caching=reuses_kv(vllm_config),
             reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
         )
         loaded.at_rest.append(lambda: worker.at_rest)

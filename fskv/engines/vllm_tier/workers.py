@@ -17,12 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
-from fskv.data_path.threads import call_with_deadline
 from fskv.engines.vllm.files import canonical_format_of, count_slices
-from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
-from fskv.engines.vllm.loaded import find_loaded
+from fskv.engines.vllm.identity import (
+    FINGERPRINT_S,
+    EngineGroup,
+    engine_groups,
+    identify,
+    reuses_kv,
+)
 from fskv.engines.vllm.media import make_keys_strict
-from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
@@ -36,8 +39,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-_FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
-_ANSWER_S = _FINGERPRINT_S + 60.0
+_ANSWER_S = FINGERPRINT_S + 60.0
 
 
 @dataclass(frozen=True)
@@ -199,22 +201,15 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
         tuple((ref.tensor_idx, _page_nbytes(ref, canonical=num_slices is not None)) for ref in refs)
         for refs in handler.layer_refs_per_group
     )
-    in_page = page_layouts(vllm_config, groups, num_blocks, canonical=num_slices is not None)
-    loaded = find_loaded(vllm_config)
-    identity = call_with_deadline(
-        lambda: build_identity(
-            vllm_config,
-            config,
-            groups,
-            [_file_pages(of_group, num_slices or 1) for of_group in refs],
-            bpc,
-            spec.config.cache.tokens_per_hash,
-            in_page,
-            canonical_format,
-            loaded,
-        ),
-        _FINGERPRINT_S,
-        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+    identity, loaded, _ = identify(
+        vllm_config,
+        config,
+        groups,
+        [_file_pages(of_group, num_slices or 1) for of_group in refs],
+        num_blocks,
+        blocks_per_chunk=bpc,
+        tokens_per_hash=spec.config.cache.tokens_per_hash,
+        canonical_format=canonical_format,
     )
     try:
         loaded.note_reloads(mark)
