@@ -30,7 +30,7 @@ from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of, 
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
-from fskv.namespace import GroupIdentity, Json, layout_digest
+from fskv.namespace import Json, layout_digest
 from fskv.plan.spans import GroupLayout
 
 if TYPE_CHECKING:
@@ -70,15 +70,7 @@ def file_layouts(
     for group, layout in zip(groups, layouts, strict=True):
         page_nbytes = tuple(page.nbytes for page in layout.pages)
         inside = in_page.get(f"group{layout.group_idx}")
-        facts = GroupIdentity(
-            layout.group_idx,
-            group.kind,
-            group.spec.window_tokens,
-            group.spec.tokens_per_block,
-            page_nbytes,
-            group.layer_names,
-        )
-        digest = layout_digest(facts, layout.num_blocks, inside)
+        digest = layout_digest(group.facts(page_nbytes), layout.num_blocks, inside)
         found[layout.group_idx] = FileLayout(layout.num_blocks, page_nbytes, digest)
     return found
 
@@ -158,8 +150,7 @@ def canonical_files(
     Raises ConfigError where vLLM does not certify a layer's page as free of topology, or where this rank's
     pages are not made of whole slices.
     """
-    views: dict[tuple[int, int, int], int] = {}  # (tensor, offset, bytes) -> place in `tensors`
-    tensors: list[torch.Tensor] = []
+    views: dict[tuple[int, int, int], int] = {}  # (tensor, offset, bytes) -> place among the rank's
     shares: set[tuple[tuple[int, ...], int, int]] = set()
     pages: list[list[list[tuple[int, int]]]] = []  # by slice of this rank, by group
     for group, refs in zip(groups, kv_caches.group_data_refs, strict=True):
@@ -177,12 +168,8 @@ def canonical_files(
             shares.add((tuple(sorted(offsets)), mapping.num_writers, mapping.writer_index))
             nbytes = mapping.canonical_page_size_bytes // num_slices
             for number, offset in offsets.items():
-                view = (ref.tensor_idx, offset, nbytes)
-                if view not in views:
-                    views[view] = len(tensors)
-                    whole = kv_caches.tensors[ref.tensor_idx].tensor
-                    tensors.append(whole[:, offset : offset + nbytes])
-                of_group.setdefault(number, []).append((views[view], nbytes))
+                idx = views.setdefault((ref.tensor_idx, offset, nbytes), len(views))
+                of_group.setdefault(number, []).append((idx, nbytes))
         pages.append([of_group[number] for number in sorted(of_group)])
     if len(shares) != 1:
         raise _refusal("the layers of a rank do not have the same slices")
@@ -195,7 +182,9 @@ def canonical_files(
         for i in range(len(numbers))
     )
     file_ranks = (None,) if num_slices == 1 else numbers
-    return WorkerFiles(tuple(tensors), layouts, file_ranks, num_writers, writer_index)
+    wholes = [each.tensor for each in kv_caches.tensors]
+    tensors = tuple(wholes[t][:, offset : offset + nbytes] for t, offset, nbytes in views)
+    return WorkerFiles(tensors, layouts, file_ranks, num_writers, writer_index)
 
 
 def slice_offsets(mapping: CanonicalPageMapping, num_slices: int) -> dict[int, int] | None:

@@ -10,8 +10,9 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PretrainedConfig
@@ -33,17 +34,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fskv.config import StoreConfig
-from fskv.data_path.threads import call_with_deadline
 from fskv.engines.vllm.loaded import (
     Loaded,
     check_unchanged,
     checkpoint_of,
     code_digests,
-    find_loaded,
     loaded_files,
     modules_of,
 )
-from fskv.engines.vllm.page_layout import by_layer, page_layouts
 from fskv.engines.vllm.refusals import PICK_FILES, check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.settings import counting_settings
 from fskv.errors import ConfigError, RestError
@@ -56,9 +54,9 @@ from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
+_RELEASE = re.compile(r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?")
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
-_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
+_LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"', '"dynamic"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,19 @@ class EngineGroup:
     def planned_nbytes(self) -> int:
         """Of a block if all layers were like the first: vLLM shows its scheduler no other (0.32)."""
         return self.layer_nbytes[0] * len(self.layer_nbytes)
+
+    def facts(
+        self, page_nbytes: tuple[int, ...], layer_names: tuple[str, ...] | None = None
+    ) -> GroupIdentity:
+        """What an identity says of it, with the pages of a file; `layer_names` are its own if not given."""
+        return GroupIdentity(
+            self.spec.group_idx,
+            self.kind,
+            self.spec.window_tokens,
+            self.spec.tokens_per_block,
+            page_nbytes,
+            self.layer_names if layer_names is None else layer_names,
+        )
 
 
 def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
@@ -133,40 +144,10 @@ def _is_replayed(spec: KVCacheSpec) -> bool:
     return any(getattr(each, "prefix_replay_tokens", 0) for each in iter_layer_specs(spec))
 
 
-def identify(
-    vllm_config: VllmConfig,
-    config: StoreConfig,
-    groups: list[EngineGroup],
-    pages: list[tuple[int, ...]],
-    num_blocks: int,
-    *,
-    blocks_per_chunk: int,
-    tokens_per_hash: int,
-    canonical_format: str | None,
-) -> tuple[Identity, Loaded, dict[str, Json]]:
-    """Return a worker's identity, what it has loaded, and how its pages are laid out inside, by group.
-
-    For vLLM's own thread, when KV is bound to its layers. Raises as `build_identity`, and ConfigError where
-    files do not answer.
-    """
-    layouts = page_layouts(vllm_config, groups, num_blocks, canonical=canonical_format is not None)
-    loaded = find_loaded(vllm_config)
-    identity = call_with_deadline(
-        lambda: build_identity(
-            vllm_config,
-            config,
-            groups,
-            pages,
-            blocks_per_chunk,
-            tokens_per_hash,
-            layouts,
-            canonical_format,
-            loaded,
-        ),
-        FINGERPRINT_S,
-        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
-    )
-    return identity, loaded, layouts
+def by_layer(texts: Iterable[str]) -> str:
+    """Return what is said of each layer, in their order: once where it is the same of all."""
+    runs = [(text, len(list(same))) for text, same in groupby(texts)]
+    return runs[0][0] if len(runs) == 1 else " + ".join(f"{n} * {text}" for text, n in runs)
 
 
 def build_identity(
@@ -221,14 +202,7 @@ def build_identity(
         tokens_per_hash=tokens_per_hash,
         blocks_per_chunk=blocks_per_chunk,
         groups=tuple(
-            GroupIdentity(
-                group_idx=group.spec.group_idx,
-                kind=group.kind,
-                window_tokens=group.spec.window_tokens,
-                tokens_per_block=group.spec.tokens_per_block,
-                page_nbytes=page_nbytes if one_stage else (),
-                layer_names=group.layer_names if one_stage else (),
-            )
+            group.facts(page_nbytes) if one_stage else group.facts((), ())
             for group, page_nbytes in zip(groups, pages, strict=True)
         ),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
@@ -271,15 +245,13 @@ def version_text(version: str) -> str:
 
     A patch may mend what a model computes. A development build is itself, whole.
     """
-    release = re.fullmatch(
-        r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
-    )
+    release = _RELEASE.fullmatch(version)
     return release[1] if release else version
 
 
 def is_release(version: str) -> bool:
     """Whether a version of vLLM names one state of its source code."""
-    return re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version_text(version)) is not None
+    return _RELEASE.fullmatch(version) is not None
 
 
 def reuses_kv(vllm_config: VllmConfig) -> bool:
@@ -349,8 +321,9 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
 
 
 def _unknown(spec: KVCacheSpec) -> RestError:
-    kind = type(spec).__name__
-    return RestError(f"KV group of kind {kind}: fskv does not know how its KV is covered")
+    return RestError(
+        f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+    )
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:
@@ -378,7 +351,7 @@ def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
     if (quantization := getattr(model.hf_config, "quantization_config", None)) is not None:
         result["quantization_config"] = normal(quantization, "quantization_config")
     rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
-    if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
+    if any(kind in rope for kind in _LENGTH_DEPENDENT_ROPE):
         result["max_model_len"] = int(model.max_model_len)
     return result
 

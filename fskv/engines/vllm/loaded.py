@@ -1,4 +1,4 @@
-"""What an engine has really loaded, files and code, and whether that still holds.
+"""Tells the files and the code that an engine has really loaded, and whether that still holds.
 
 vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
 model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So

@@ -11,14 +11,14 @@ element that the layer has, and all that its strides span is allocated.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from vllm.platforms import current_platform
 
+from fskv.engines.vllm.identity import by_layer
 from fskv.engines.vllm.places import block_axis, bound_to, own_layers
 from fskv.errors import RestError
 from fskv.hybrid_planner import GroupKind
@@ -72,12 +72,6 @@ def page_layouts(
         if insides := [pages.inside(*each, tokens) for each in own_layers(vllm_config, group)]:
             found[f"group{group.spec.group_idx}"] = by_layer(insides)
     return found
-
-
-def by_layer(texts: Iterable[str]) -> str:
-    """Return what is said of each layer, in their order: once where it is the same of all."""
-    runs = [(text, len(list(same))) for text, same in groupby(texts)]
-    return runs[0][0] if len(runs) == 1 else " + ".join(f"{n} * {text}" for text, n in runs)
 
 
 @dataclass(frozen=True, slots=True)

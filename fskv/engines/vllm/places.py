@@ -219,17 +219,12 @@ def _rows_of_pieces(
     refs = []
     for group in groups:
         of_group = []
-        for name in (name for name in group.layer_names if name in places):
-            place = places[name]
+        for place in (places[name] for name in group.layer_names if name in places):
             for start, nbytes in place.pieces:
                 piece = (start, nbytes, place.stride)
-                if piece not in known:
-                    known[piece] = len(tensors)
-                    tensors.append(
-                        CanonicalKVCacheTensor(
-                            _row_tensor(place, start, nbytes, num_blocks), nbytes
-                        )
-                    )
+                if known.setdefault(piece, len(tensors)) == len(tensors):
+                    row = _row_tensor(place, start, nbytes, num_blocks)
+                    tensors.append(CanonicalKVCacheTensor(row, nbytes))
                 of_group.append(CanonicalKVCacheRef(known[piece], nbytes))
         refs.append(of_group)
     return CanonicalKVCaches(tensors, refs)

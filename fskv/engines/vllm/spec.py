@@ -17,14 +17,16 @@ from fskv.config import MIB, StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import rank_files, slices_per_rank
-from fskv.engines.vllm.identity import EngineGroup, engine_groups, identify, reuses_kv
+from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
+from fskv.engines.vllm.loaded import Loaded, find_loaded
 from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
+from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import blocks_in
 from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
-from fskv.namespace import Identity
+from fskv.namespace import Identity, Json
 from fskv.root.neighbours import beside
 from fskv.root.root import NamespaceDir, Root
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 # Carries Setup through vLLM's spec factory; never in a user's configuration.
 _SETUP_KEY = "fskv_setup"
 
@@ -136,6 +139,36 @@ class FskvOffloadingSpec(OffloadingSpec):
         handshake = FskvHandshake.resting(parallel.rank, parallel.world_size, reason)
         self.worker = resting = RestingWorker(handshake)
         return resting
+
+
+def identify(
+    vllm_config: VllmConfig,
+    config: StoreConfig,
+    groups: list[EngineGroup],
+    pages: list[tuple[int, ...]],
+    num_blocks: int,
+    *,
+    blocks_per_chunk: int,
+    tokens_per_hash: int,
+    canonical_format: str | None,
+) -> tuple[Identity, Loaded, dict[str, Json]]:
+    """Return a worker's identity, what it has loaded, and how its pages are laid out inside, by group.
+
+    For vLLM's own thread, when KV is bound to its layers. Raises as `build_identity`, and ConfigError where
+    files do not answer.
+    """
+    layouts = page_layouts(vllm_config, groups, num_blocks, canonical=canonical_format is not None)
+    loaded = find_loaded(vllm_config)
+    identity = call_with_deadline(
+        lambda: build_identity(
+            *(vllm_config, config, groups, pages, blocks_per_chunk, tokens_per_hash, layouts),
+            canonical_format=canonical_format,
+            loaded=loaded,
+        ),
+        FINGERPRINT_S,
+        "the checkpoint's files could not be read for a fingerprint (see option 'weights_id')",
+    )
+    return identity, loaded, layouts
 
 
 def _open_namespace(config: StoreConfig, identity: Identity) -> tuple[NamespaceDir, str]:

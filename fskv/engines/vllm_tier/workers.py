@@ -18,16 +18,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
 from fskv.engines.vllm.files import canonical_format_of, count_slices
-from fskv.engines.vllm.identity import (
-    FINGERPRINT_S,
-    EngineGroup,
-    engine_groups,
-    identify,
-    reuses_kv,
-)
+from fskv.engines.vllm.identity import EngineGroup, engine_groups, reuses_kv
 from fskv.engines.vllm.media import make_keys_strict
 from fskv.engines.vllm.places import check_rows, places_of
 from fskv.engines.vllm.quirks import connectors, executor
+from fskv.engines.vllm.spec import FINGERPRINT_S, identify
 from fskv.engines.vllm_tier.rows import PlacedTensor, RowLayout, own_rows, slice_rows
 from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
