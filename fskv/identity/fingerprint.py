@@ -39,7 +39,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fskv.errors import ConfigError
@@ -93,17 +93,14 @@ def weights_fingerprint(
     *,
     weights_id: str | None = None,
     revision_commit: str | None = None,
-    loaded: Collection[str] | None = None,
 ) -> str:
     """Return "commit:<40 hex>" if the commit is known, else "sampled:<sha256>" of local files.
 
     With the option `weights_id` it is "named:" and that name, and no file is read.
 
     `model_path` is what the engine loaded: a checkpoint directory, a single weights file, or a hub id, which
-    says nothing without a commit. Symbolic links are followed: a Hugging Face snapshot is made of them.
-    `loaded` names the weights files of a directory that the engine loads, relative to it and with "/"; others
-    then do not count, and a single one counts under any name. None stands for all that are there. A single
-    file has no use for it.
+    says nothing without a commit. Symbolic links are followed: a Hugging Face snapshot is made of them. Of a
+    directory all weights files count; which of them the engine loads is not told.
 
     Raises ConfigError that names the file, or the option `weights_id` where nothing local can be read. A
     change confined to unsampled bytes is not seen. Costs two reads of 4 KiB a tensor, 16 at a time.
@@ -114,7 +111,7 @@ def weights_fingerprint(
         return f"commit:{revision_commit}"
     with os_errors(model_path):
         if os.path.isdir(model_path):
-            tree = _fingerprint_directory(model_path, loaded)
+            tree = _fingerprint_directory(model_path)
         elif os.path.isfile(model_path):
             # Its name is whatever the user called it; the directory case needs names, this not.
             tree = ["file", _fingerprint_weights([model_path])]
@@ -126,14 +123,8 @@ def weights_fingerprint(
     return f"sampled:{hashlib.sha256(_canonical([_VERSION, tree])).hexdigest()}"
 
 
-def weights_files(model_path: str) -> list[str]:
-    """Return the relative names of all weights files of a checkpoint's directory; raises ConfigError."""
-    with os_errors(model_path):
-        return [name for name in _names(model_path) if name.endswith(_WEIGHTS)]
-
-
 def checkpoint_state(model_path: str) -> dict[str, State]:
-    """Return the state of every file that a fingerprint without `loaded` reads, by relative name.
+    """Return the state of every file that a fingerprint reads, by relative name.
 
     A state is (device, inode, size in bytes, mtime in ns, ctime in ns) of the file that links lead to, and ()
     where they lead nowhere. One taken before the engine loads the weights, equal to one taken after the
@@ -239,17 +230,10 @@ def _canonical(tree: object) -> bytes:
 # --- the directory ------------------------------------------------------------------------------------
 
 
-def _fingerprint_directory(path: str, loaded: Collection[str] | None) -> list[object]:
+def _fingerprint_directory(path: str) -> list[object]:
     names = list(_names(path))
     # All formats that are there: which of them is loaded is the engine's choice (load_format).
     weights = [name for name in names if name.endswith(_WEIGHTS)]
-    if loaded is not None:
-        if not set(loaded) <= set(weights):
-            missing = min(set(loaded) - set(weights))
-            raise ConfigError(
-                f"model {path}: found no weights file {missing!r}, which the engine loads"
-            )
-        weights = sorted(set(loaded))
     if not weights:
         raise ConfigError(
             f"model {path}: no weights found (*{', *'.join(_WEIGHTS)});"
@@ -257,11 +241,10 @@ def _fingerprint_directory(path: str, loaded: Collection[str] | None) -> list[ob
         )
     settings = [name for name in names if not name.endswith(_WEIGHTS)]
     digests = _fingerprint_weights([f"{path}/{name}" for name in weights])
-    keys = [""] if loaded is not None and len(weights) == 1 else weights
     return [
         "directory",
         [[name, *_fingerprint_setting(path, name)] for name in settings],
-        [[key, *digest] for key, digest in zip(keys, digests, strict=True)],
+        [[name, *digest] for name, digest in zip(weights, digests, strict=True)],
     ]
 
 

@@ -292,10 +292,11 @@ def test_a_patch_is_another_version_and_a_build_is_itself(version, text, release
     assert is_release(version) is released
 
 
-def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_of_the_model_s_own_code(checkpoint):
+def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_all_of_them_count(checkpoint):
     from vllm.config import LoadConfig
 
-    from fskv.engines.vllm.loaded import loaded_files, weights_text
+    from fskv.engines.vllm.identity import weights_text
+    from fskv.engines.vllm.loaded import loaded_files
 
     plain, path = SimpleNamespace(weights_id=None), str(checkpoint)
     model = config_of(checkpoint).model_config
@@ -303,25 +304,16 @@ def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_of_the_model_s_o
     def files(load_format):
         return loaded_files(path, model, LoadConfig(load_format=load_format), object())
 
-    before = weights_text(path, plain, files("hf"))
+    before = weights_text(path, plain)
+    assert files("hf") == files("safetensors") == ["model.safetensors"]
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "consolidated.safetensors")
-    world.damage(checkpoint / "consolidated.safetensors", 5000)
-    assert files("auto") == ["consolidated.safetensors"]
-    assert files("mistral") == ["consolidated.safetensors"]
+    assert files("auto") == files("mistral") == ["consolidated.safetensors"]
     assert files("dummy") is None  # it has another loader
-    assert weights_text(path, plain, files("auto")) != before
-    # What is passed over does not count.
-    assert weights_text(path, plain, ["model.safetensors"]) == before
-    # What vLLM's rule does not pick from may be opened by the model.
+    with_both = weights_text(path, plain)
+    # The model's own code may open others.
     (checkpoint / "tower").mkdir()
-    shutil.copy(checkpoint / "model.safetensors", checkpoint / "tower" / "model.safetensors")
-    with_tower = weights_text(path, plain, ["model.safetensors"])
-    assert with_tower != before
-    (checkpoint / "modeling_own.py").write_text("")
-    (checkpoint / "tower.pt").write_bytes(b"x" * 5000)
-    with_code = weights_text(path, plain, ["model.safetensors"])
-    (checkpoint / "tower.pt").write_bytes(b"y" * 5000)
-    assert weights_text(path, plain, ["model.safetensors"]) != with_code != with_tower
+    (checkpoint / "tower" / "tower.pt").write_bytes(b"x" * 5000)
+    assert len({before, with_both, weights_text(path, plain)}) == 3
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -344,7 +336,8 @@ def hub(tmp_path, checkpoint, monkeypatch):
 
 
 def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
-    from fskv.engines.vllm.loaded import checkpoint_of, weights_text
+    from fskv.engines.vllm.identity import weights_text
+    from fskv.engines.vllm.loaded import checkpoint_of
     from fskv.identity.checkpoint_place import model_name
 
     plain = SimpleNamespace(weights_id=None)
@@ -376,7 +369,7 @@ def _through_the_link(weights):
 
 @pytest.mark.parametrize("edit", [_in_the_link_s_place, _through_the_link])
 def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
-    from fskv.engines.vllm.loaded import weights_text
+    from fskv.engines.vllm.identity import weights_text
 
     plain = SimpleNamespace(weights_id=None)
     assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
@@ -409,70 +402,99 @@ class Part:
         self.__dict__.update(fields)
 
 
-def test_copies_of_a_configuration_that_a_model_was_built_with_are_told(checkpoint):
+def test_copies_of_a_configuration_that_a_model_was_built_with_are_told():
     from transformers import LlamaConfig
 
-    from fskv.engines.vllm.identity import _config_dict, _other_configs
-    from fskv.engines.vllm.loaded import resolved_configs
+    from fskv.engines.vllm.identity import _resolved_configs
 
     written = LlamaConfig()
     changed = copy.deepcopy(written)
     changed.attn_temperature_tuning = True
     parts = [Part(config=written), Part(config=changed, other=copy.deepcopy(written)), Part(n=1)]
-    found = resolved_configs(parts)
-    assert len(found) == 3
-    known = [{"text_config": _config_dict(written)}]
-    (other,) = _other_configs(known, map(_config_dict, found))
-    assert other["attn_temperature_tuning"] is True
-    assert _other_configs(known, [_config_dict(written)]) == []
+    found = _resolved_configs(parts)
+    assert [each.get("attn_temperature_tuning") for each in found].count(True) == 1
+    assert len(found) == 2
+    assert _resolved_configs(parts[2:]) == []
 
 
-def test_code_of_others_counts_by_its_source(tmp_path, monkeypatch):
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Return what writes a package of code and imports its models; all of it is forgotten at the end."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    packages = []
+
+    def write(package, **files):
+        packages.append(package.partition(".")[0])
+        folder = tmp_path / package.replace(".", "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {"__init__": "", **files}.items():
+            (folder / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{package}.model").Model()
+
+    yield write
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+MODEL = "from .beside import SCALE\nclass Model: pass\n"
+
+
+def test_code_of_others_counts_by_its_source(written):
+    import torch
+
     from fskv.engines.vllm.loaded import code_digests
 
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "__init__.py").write_text("")
-    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 1\n")
-    (tmp_path / "theirs" / "model.py").write_text("from . import beside\nclass Model: pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import torch
-    from theirs.model import Model
+    def digests(**changed):
+        model = written("theirs", model=MODEL, **{"beside": "SCALE = 1\n", **changed})
+        return code_digests([model, torch.nn.Linear(1, 1)], {"torch"})
 
-    trusted = {"torch"}
-    before = code_digests([Model(), torch.nn.Linear(1, 1)], trusted)
+    before = digests()
     assert list(before) == ["theirs"]
-    assert code_digests([torch.nn.Linear(1, 1)], trusted) == {}
-    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 2\n")
-    assert code_digests([Model()], trusted) != before
-    # What is loaded of the package and is not the model's depends on the process, and does not count.
-    (tmp_path / "theirs" / "beside.py").write_text("SCALE = 1\n")
-    (tmp_path / "theirs" / "words.py").write_text("")
-    importlib.import_module("theirs.words")
-    assert code_digests([Model()], trusted) == before
-    (tmp_path / "theirs" / "model.py").write_text("import theirs.words\nclass Model: pass\n")
-    assert code_digests([Model()], trusted) != before
-    sys.modules.pop("theirs.words")
-    for name in ("theirs", "theirs.beside", "theirs.model"):
-        sys.modules.pop(name)
+    assert code_digests([torch.nn.Linear(1, 1)], {"torch"}) == {}
+    assert digests() == before
+    assert digests(beside="SCALE = 2\n") != before
+    assert digests(more="") != before
+
+
+def test_of_a_checkpoint_s_code_the_model_s_counts_wherever_the_checkpoint_lies(written):
+    """What else lies there depends on which process loaded what: a tokenizer."""
+    from fskv.engines.vllm.loaded import code_digests
+
+    def digests(folder="one", **changed):
+        files = {"model": MODEL, "beside": "from .far import X\nSCALE = 1\n", "far": "X = 1\n"}
+        return code_digests([written(f"transformers_modules.{folder}", **files | changed)], set())
+
+    before = digests()
+    assert list(before) == ["transformers_modules"]
+    assert digests("other", tokenizer="") == before
+    assert digests(far="X = 2\n") != before
+    assert digests(far="X = 1\n") == before
+    assert digests(model=MODEL + "\n") != before
 
 
 def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypatch):
-    from fskv.engines.vllm.loaded import secondary_weights
+    from fskv.engines.vllm.identity import _model_extra
     from fskv.errors import ConfigError
 
     source = SimpleNamespace(
         model_or_path=str(checkpoint), revision=None, prefix="tower.", subfolder=None
     )
-    model, plain = SimpleNamespace(secondary_weights=[source]), SimpleNamespace(weights_id=None)
-    ((prefix, _, before),) = secondary_weights(model, plain)
+    model = Part(secondary_weights=[source])
+
+    def named(weights_id=None):
+        extra = _model_extra(model, [], SimpleNamespace(weights_id=weights_id))
+        return extra.get("secondary_weights")
+
+    ((prefix, _, before),) = named()
     assert prefix == "tower."
     world.damage(checkpoint / "model.safetensors", 5000)
-    assert secondary_weights(model, plain) != [[prefix, None, before]]
+    assert named() != [[prefix, None, before]]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     source.model_or_path = "nobody/nothing"
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
-        secondary_weights(model, plain)
-    assert secondary_weights(model, SimpleNamespace(weights_id="mine")) == []
+        named()
+    assert named("mine") is None
 
 
 def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
@@ -488,4 +510,4 @@ def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
 
     assert extra() == {"model_class": "Part"}
     monkeypatch.setattr(identity, "vllm_version", "0.32.1.dev7+gabcdef0")
-    assert list(extra()["code"]) == ["vllm.model_executor.layers"]
+    assert list(extra()["code"]) == ["vllm"]

@@ -432,72 +432,63 @@ def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monk
     assert state.boundary_state_offloads["zero"] == whole
 
 
-def _load_without(missing: str):
-    """Import as Python does, from a vLLM that lacks this module or name."""
-    import importlib
-    import types
-
-    def load(module: str):
-        if module == missing:
-            raise ModuleNotFoundError(f"No module named {module!r}")
-        found = importlib.import_module(module)
-        names = {n: v for n, v in vars(found).items() if f"{module}.{n}" != missing}
-        return types.SimpleNamespace(**names)
-
-    return load
-
-
-def test_what_fskv_needs_is_here_and_a_vllm_without_any_of_it_is_refused_in_one_sentence():
-    from fskv.engines.vllm import version
-    from fskv.engines.vllm_tier import NEEDED
-    from fskv.errors import ConfigError
-
-    version.check()
-    for needed in (version._NEEDED, NEEDED):
-        version.check(_load_without("nothing"), needed)
-        for module, name, _ in needed:
-            for missing in (module, f"{module}.{name}"):
-                with pytest.raises(
-                    ConfigError, match=r"^found vLLM \S+, expected \S+ to \S+: "
-                ) as found:
-                    version.check(_load_without(missing), needed)
-                assert "\n" not in str(found.value)
-                assert len(str(found.value)) < 250
-
-
-def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
-    from fskv.engines.vllm import version
-    from fskv.errors import ConfigError
-
-    def load(module):
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms"):
-        version.check(load)
+def _way_in(name: str) -> str:
+    """Return code that asks for what vLLM would, and prints the refusal."""
+    return f"""
+from fskv.errors import ConfigError
+try:
+    from fskv.engines.vllm import plugin
+    if {name!r} == "FskvTier":
+        import fskv.engines.vllm_tier
+    else:
+        plugin._load({name!r})
+    print("TAKEN")
+except ConfigError as error:
+    print("REFUSED", error)
+"""
 
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_LACKING = {
+    "FskvConnector": f"{_V1}.offloading.scheduler.OffloadingConnectorScheduler",
+    "FskvMultiConnector": f"{_V1}.multi_connector.MultiKVConnectorStats",
+    "FskvTier": "vllm.v1.kv_offload.tiering.base.SecondaryTierManager",
+}
 
 
 @pytest.mark.parametrize(
-    ("module", "missing"),
+    ("name", "fault"),
     [
-        ("vllm_multi.connector", f"{_V1}.multi_connector.MultiKVConnectorStats"),
-        ("vllm_tier", "vllm.v1.kv_offload.tiering.base.SecondaryTierManager"),
+        *((name, fault) for name in _LACKING for fault in (None, "a name")),
+        ("FskvConnector", "a module"),
     ],
 )
-def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing, tmp_path):
+def test_a_vllm_without_what_fskv_imports_is_refused_in_one_sentence(name, fault, tmp_path):
     """In a process of its own: vLLM's module without a name, as another version has it."""
-    where, _, name = missing.rpartition(".")
-    script = (
-        f"import importlib\nfound = importlib.import_module({where!r})\ndel found.{name}\n"
-        "from fskv.errors import ConfigError\n"
-        f"try:\n    import fskv.engines.{module}\n"
-        "except ConfigError as error:\n    print('REFUSED', error)\n"
-    )
+    where, _, part = _LACKING[name].rpartition(".")
+    lacking = {
+        None: "",
+        "a name": f"import importlib\ndel importlib.import_module({where!r}).{part}\n",
+        "a module": f"import sys\nsys.modules[{where!r}] = None\n",
+    }
     program = tmp_path / "way_in.py"
-    program.write_text(script)
-    assert "REFUSED found vLLM" in engine_lab.run_program(str(program))
+    program.write_text(lacking[fault] + _way_in(name))
+    said = engine_lab.run_program(str(program))
+    if fault is None:
+        assert "TAKEN" in said
+        return
+    (line,) = [line for line in said.splitlines() if line.startswith("REFUSED")]
+    assert line.startswith("REFUSED found vLLM ")
+    assert len(line) < 350
+
+
+def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
+    from fskv.engines.vllm.version import refusing
+    from fskv.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms") as found, refusing():
+        raise RuntimeError("operator torchvision::nms does not exist\nand more lines")
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -512,40 +503,15 @@ def test_each_way_in_says_it_before_any_import_of_its_own_fails(module, missing,
         *((build, False) for build in ("0.31.1.dev7+gabcdef0", "0.1.dev1+g0000001", "dev", "")),
     ],
 )
-def test_releases_before_the_oldest_are_refused_though_they_have_it_all(
-    found, is_refused, monkeypatch
-):
-    import vllm
-
+def test_releases_before_the_oldest_are_refused_though_they_have_it_all(found, is_refused):
     from fskv.engines.vllm import version
     from fskv.errors import ConfigError
 
-    monkeypatch.setattr(vllm, "__version__", found)
     if not is_refused:
-        version.check()
+        version.check(found)
         return
     with pytest.raises(ConfigError, match=r"^found vLLM .*does not support older releases$"):
-        version.check()
-
-
-def test_a_vllm_that_reports_no_failed_loads_is_refused():
-    import dataclasses
-
-    from fskv.engines.vllm import version
-    from fskv.errors import ConfigError
-
-    @dataclasses.dataclass
-    class Results:
-        finished_recving: set
-
-    def load(module):
-        found = _load_without("nothing")(module)
-        if hasattr(found, version._RESULTS):
-            setattr(found, version._RESULTS, Results)
-        return found
-
-    with pytest.raises(ConfigError, match="cannot report failed loads"):
-        version.check(load)
+        version.check(found)
 
 
 _ASK = """

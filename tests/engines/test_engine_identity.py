@@ -262,7 +262,7 @@ def test_which_of_two_sets_of_files_is_loaded(lab):
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     lab.engine(checkpoint, text(), load_format="auto")
     second = lab.engine(checkpoint, text(), load_format="hf")
-    assert_apart_by(lab, second, "weights")
+    assert_apart_by(lab, second, "extra.weight_files")
     third = lab.engine(checkpoint, text(), load_format="safetensors")  # other words, the same files
     assert generates(third)["text"]["num_cached_tokens"] == 640
     assert len(lab.identities) == 2

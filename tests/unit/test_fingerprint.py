@@ -52,8 +52,8 @@ def overwrite(path, offset, data):
         file.write(data)
 
 
-def sampled(path, loaded=None):
-    found = weights_fingerprint(str(path), revision_commit=None, loaded=loaded)
+def sampled(path):
+    found = weights_fingerprint(str(path))
     assert found.startswith("sampled:")
     return found
 
@@ -489,70 +489,7 @@ def test_a_single_file_keeps_its_fingerprint_when_renamed(tmp_path):
     assert sampled(one) == sampled(two)
 
 
-# --- which of them are loaded -----------------------------------------------------------
-
-
 OTHER = "model-00002-of-00002.safetensors"
-
-
-def test_files_that_are_not_loaded_do_not_count(model):
-    write_safetensors(model / "consolidated.safetensors", seed=5)
-    both, mistral = sampled(model, [SHARD, OTHER]), sampled(model, ["consolidated.safetensors"])
-    assert len({both, mistral, sampled(model)}) == 3
-    write_safetensors(model / "consolidated.safetensors", seed=6)
-    assert sampled(model, [OTHER, SHARD]) == both
-    assert sampled(model, ["consolidated.safetensors"]) != mistral
-    (model / "consolidated.safetensors").unlink()
-    (model / "consolidated.safetensors").symlink_to("nowhere")
-    assert sampled(model, [SHARD, OTHER]) == both == sampled(model, {SHARD, OTHER})
-
-
-def test_settings_and_code_count_whatever_is_loaded(model):
-    before = sampled(model, [SHARD])
-    (model / "modeling_x.py").write_text("pass")
-    changed = sampled(model, [SHARD])
-    assert changed != before
-    filters_of_sound(model)
-    assert sampled(model, [SHARD]) not in {before, changed}
-
-
-def test_the_one_file_that_is_loaded_may_have_any_name(model):
-    before = sampled(model, [SHARD])
-    (model / SHARD).rename(model / "model-a.safetensors")
-    assert sampled(model, ["model-a.safetensors"]) == before
-    assert sampled(model, [OTHER]) != before
-
-
-def test_files_that_are_loaded_together_have_names(model):
-    before = sampled(model, [SHARD, OTHER])
-    (model / SHARD).rename(model / "model-00001.safetensors")  # still the first of the two
-    assert sampled(model, ["model-00001.safetensors", OTHER]) != before
-    (model / "model-00001.safetensors").rename(model / SHARD)
-    assert sampled(model, [SHARD, OTHER]) == before
-    swapped_shards(model)
-    assert sampled(model, [SHARD, OTHER]) != before
-
-
-def test_loaded_files_may_be_in_subfolders(model):
-    (model / "tower").mkdir()
-    write_safetensors(model / "tower" / "model.safetensors", seed=5)
-    before = sampled(model, ["tower/model.safetensors"])
-    write_safetensors(model / "tower" / "model.safetensors", seed=6)
-    assert sampled(model, ["tower/model.safetensors"]) != before
-
-
-@pytest.mark.parametrize(
-    "name", ["nobody.safetensors", "../secret.bin", "config.json", "", "/etc/passwd"]
-)
-def test_a_loaded_file_that_is_not_there_is_an_error(model, name):
-    (model.parent / "secret.bin").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="which the engine loads"):
-        sampled(model, [SHARD, name])
-
-
-def test_an_engine_that_loads_nothing_asks_for_weights_id(model):
-    with pytest.raises(ConfigError, match="weights_id"):
-        sampled(model, [])
 
 
 # --- the state before and after ---------------------------------------------------------

@@ -13,10 +13,12 @@ Pure but for the views it makes of the tensors; called once, at start-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
     canonical_format_id,
@@ -27,7 +29,7 @@ from fskv.engines.vllm.identity import EngineGroup
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import GroupKind
-from fskv.namespace import GroupIdentity, Json, layout_digest
+from fskv.namespace import Json, layout_digest
 from fskv.plan.spans import GroupLayout
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class WorkerFiles:
 def file_layouts(
     groups: Sequence[EngineGroup],
     layouts: Sequence[GroupLayout],
-    in_page: dict[str, Json] | None = None,
+    in_page: Mapping[str, Json] = MappingProxyType({}),
 ) -> dict[int, FileLayout]:
     """Return what a chunk's files look like, by group index; equal slices of the same pages are all alike.
 
@@ -66,16 +68,8 @@ def file_layouts(
     found = {}
     for group, layout in zip(groups, layouts, strict=True):
         page_nbytes = tuple(page.nbytes for page in layout.pages)
-        inside = (in_page or {}).get(f"group{layout.group_idx}")
-        facts = GroupIdentity(
-            layout.group_idx,
-            group.kind,
-            group.spec.window_tokens,
-            group.spec.tokens_per_block,
-            page_nbytes,
-            group.layer_names,
-        )
-        digest = layout_digest(facts, layout.num_blocks, inside)
+        inside = in_page.get(f"group{layout.group_idx}")
+        digest = layout_digest(group.facts(page_nbytes), layout.num_blocks, inside)
         found[layout.group_idx] = FileLayout(layout.num_blocks, page_nbytes, digest)
     return found
 
@@ -128,8 +122,7 @@ def canonical_files(
     Raises ConfigError where vLLM does not certify a layer's page as free of topology, or where this rank's
     pages are not made of whole slices.
     """
-    views: dict[tuple[int, int, int], int] = {}  # (tensor, offset, bytes) -> place in `tensors`
-    tensors: list[torch.Tensor] = []
+    views: dict[tuple[int, int, int], int] = {}  # (tensor, offset, bytes) -> place among the rank's
     shares: set[tuple[tuple[int, ...], int, int]] = set()
     pages: list[list[list[tuple[int, int]]]] = []  # by slice of this rank, by group
     for group, refs in zip(groups, kv_caches.group_data_refs, strict=True):
@@ -151,12 +144,8 @@ def canonical_files(
             shares.add((tuple(sorted(offsets)), mapping.num_writers, mapping.writer_index))
             nbytes = mapping.canonical_page_size_bytes // num_slices
             for number, offset in offsets.items():
-                view = (ref.tensor_idx, offset, nbytes)
-                if view not in views:
-                    views[view] = len(tensors)
-                    whole = kv_caches.tensors[ref.tensor_idx].tensor
-                    tensors.append(whole[:, offset : offset + nbytes])
-                of_group.setdefault(number, []).append((views[view], nbytes))
+                idx = views.setdefault((ref.tensor_idx, offset, nbytes), len(views))
+                of_group.setdefault(number, []).append((idx, nbytes))
         pages.append([of_group[number] for number in sorted(of_group)])
     if len(shares) != 1:
         raise _refusal("the layers of a rank do not have the same slices")
@@ -169,36 +158,28 @@ def canonical_files(
         for i in range(len(numbers))
     )
     file_ranks = (None,) if num_slices == 1 else numbers
-    return WorkerFiles(tuple(tensors), layouts, file_ranks, num_writers, writer_index)
+    wholes = [each.tensor for each in kv_caches.tensors]
+    tensors = tuple(wholes[t][:, offset : offset + nbytes] for t, offset, nbytes in views)
+    return WorkerFiles(tensors, layouts, file_ranks, num_writers, writer_index)
 
 
 def slice_offsets(mapping: CanonicalPageMapping, num_slices: int) -> dict[int, int] | None:
     """Return where in a rank's page the slices begin that it has; None unless it is made of whole ones."""
     nbytes, rest = divmod(mapping.canonical_page_size_bytes, num_slices)
-    fragments = sorted(
-        (
-            run.canonical_offset + i * run.canonical_stride,
-            run.local_offset + i * run.local_stride,
-            run.fragment_size,
-        )
-        for run in mapping.runs
-        for i in range(run.num_fragments)
-    )
-    stretches: list[list[int]] = []  # contiguous on both sides
-    for canonical, local, size in fragments:
-        last = stretches[-1] if stretches else None
-        if last and (last[0] + last[2], last[1] + last[2]) == (canonical, local):
-            last[2] += size
-        else:
-            stretches.append([canonical, local, size])
-    if rest or any(canonical % nbytes or size % nbytes for canonical, _, size in stretches):
+    if rest or mapping.local_page_size_bytes % nbytes:
         return None
-    offsets = {
-        (canonical + at) // nbytes: local + at
-        for canonical, local, size in stretches
-        for at in range(0, size, nbytes)
-    }
-    return offsets if len(offsets) * nbytes == mapping.local_page_size_bytes else None
+    origin = np.full(mapping.local_page_size_bytes, -1)  # of each byte, in the canonical page
+    for run in mapping.runs:
+        for i in range(run.num_fragments):
+            at = run.local_offset + i * run.local_stride
+            start = run.canonical_offset + i * run.canonical_stride
+            origin[at : at + run.fragment_size] = np.arange(start, start + run.fragment_size)
+    slices = origin.reshape(-1, nbytes)
+    numbers = slices[:, 0] // nbytes
+    expected = numbers[:, None] * nbytes + np.arange(nbytes)
+    if numbers.min() < 0 or (slices != expected).any() or len({*numbers}) != len(numbers):
+        return None
+    return {int(number): i * nbytes for i, number in enumerate(numbers)}
 
 
 def _refusal(why: str) -> ConfigError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from transformers import PretrainedConfig
 from transformers import __version__ as transformers_version
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
@@ -40,16 +41,13 @@ from fskv.engines.vllm.loaded import (
     code_digests,
     loaded_files,
     modules_of,
-    resolved_configs,
-    secondary_weights,
-    weights_text,
 )
 from fskv.engines.vllm.refusals import check_draft, check_settings, name_of_load_format
 from fskv.engines.vllm.settings import counting_settings
 from fskv.errors import ConfigError, RestError
 from fskv.hybrid_planner import GroupKind, GroupSpec
-from fskv.identity.checkpoint_place import model_name
-from fskv.identity.fingerprint import kv_config
+from fskv.identity.checkpoint_place import checkpoint_place, commit_of, model_name
+from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import normal, shown
 from fskv.kv_transfer.line import PICK_FILES
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
@@ -57,8 +55,9 @@ from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_RELEASE = re.compile(r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?")
 # RoPE variants whose tables depend on the engine's max_model_len and not on the checkpoint alone.
-_LENGTH_DEPENDENT_ROPE = {"longrope", "su", "dynamic"}
+_LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"', '"dynamic"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,19 @@ class EngineGroup:
     def planned_nbytes(self) -> int:
         """Of a block if all layers were like the first: vLLM shows its scheduler no other (0.32)."""
         return self.layer_nbytes[0] * len(self.layer_nbytes)
+
+    def facts(
+        self, page_nbytes: tuple[int, ...], layer_names: tuple[str, ...] | None = None
+    ) -> GroupIdentity:
+        """What an identity says of it, with the pages of a file; `layer_names` are its own if not given."""
+        return GroupIdentity(
+            self.spec.group_idx,
+            self.kind,
+            self.spec.window_tokens,
+            self.spec.tokens_per_block,
+            page_nbytes,
+            self.layer_names if layer_names is None else layer_names,
+        )
 
 
 def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
@@ -177,13 +189,12 @@ def build_identity(
     files = None
     if loaded is not None and config.weights_id is None:
         files = loaded_files(checkpoint, model, vllm_config.load_config, loaded.model)
-    weights = weights_text(checkpoint, config, files)
     identity = Identity(
         engine="vllm",
         engine_version=version_text(vllm_version),
         arch=gpu_arch(),
         model_name=model_name(model.model),
-        weights=weights,
+        weights=weights_text(checkpoint, config),
         model_config=_model_config(model, modules),
         kv_cache_dtype=kv_dtype,
         model_dtype=_name(model.dtype),
@@ -192,14 +203,7 @@ def build_identity(
         tokens_per_hash=tokens_per_hash,
         blocks_per_chunk=blocks_per_chunk,
         groups=tuple(
-            GroupIdentity(
-                group_idx=group.spec.group_idx,
-                kind=group.kind,
-                window_tokens=group.spec.window_tokens,
-                tokens_per_block=group.spec.tokens_per_block,
-                page_nbytes=page_nbytes if one_stage else (),
-                layer_names=group.layer_names if one_stage else (),
-            )
+            group.facts(page_nbytes) if one_stage else group.facts((), ())
             for group, page_nbytes in zip(groups, pages, strict=True)
         ),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
@@ -219,8 +223,8 @@ def build_identity(
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
         extra=_extra(vllm_config, config, loaded, layer_names)
         | (_model_extra(loaded.model, modules, config) if loaded else {})
-        # A commit names all files of a repository, and not which of them are loaded.
-        | ({"weight_files": [*files]} if files and weights.startswith("commit:") else {})
+        # Commits and fingerprints are of all files, and do not tell which of them are loaded.
+        | ({"weight_files": [*files]} if files else {})
         | ({"page_layouts": in_manifest} if in_manifest else {}),
     )
     if loaded is not None and config.weights_id is None:
@@ -228,20 +232,27 @@ def build_identity(
     return identity
 
 
+def weights_text(path: str, config: StoreConfig) -> str:
+    """Return the name of the weights at `path`: the user's, the hub's commit, or a fingerprint of all files.
+
+    Raises ConfigError where nothing names them.
+    """
+    commit = commit_of(path) if config.weights_id is None else None
+    return weights_fingerprint(path, weights_id=config.weights_id, revision_commit=commit)
+
+
 def version_text(version: str) -> str:
     """Return what of vLLM's version counts: of a release all but how it was built ("0.32.1" of "0.32.1+cpu").
 
     A patch may mend what a model computes. A development build is itself, whole.
     """
-    release = re.fullmatch(
-        r"(\d+\.\d+\.\d+(\.post\d+)?)(\+(cpu|cu\d+|rocm[\d.]*|xpu|tpu|neuron))?", version
-    )
+    release = _RELEASE.fullmatch(version)
     return release[1] if release else version
 
 
 def is_release(version: str) -> bool:
     """Whether a version of vLLM names one state of its source code."""
-    return re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version_text(version)) is not None
+    return _RELEASE.fullmatch(version) is not None
 
 
 def reuses_kv(vllm_config: VllmConfig) -> bool:
@@ -311,8 +322,9 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int | None, int, str]:
 
 
 def _unknown(spec: KVCacheSpec) -> RestError:
-    kind = type(spec).__name__
-    return RestError(f"KV group of kind {kind}: fskv does not know how its KV is covered")
+    return RestError(
+        f"KV group of kind {type(spec).__name__}: fskv does not know how its KV is covered"
+    )
 
 
 def _page_nbytes(spec: KVCacheSpec) -> int:
@@ -334,12 +346,13 @@ def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
     if model.hf_config is not model.hf_text_config:
         # Vision towers and what feeds the text model.
         result["whole"] = _config_dict(model.hf_config)
-    if others := _other_configs(result.values(), map(_config_dict, resolved_configs(modules))):
-        result["resolved"] = others
+    # Copies that vLLM has changed are told only here.
+    if resolved := _resolved_configs(modules):
+        result["resolved"] = resolved
     if (quantization := getattr(model.hf_config, "quantization_config", None)) is not None:
         result["quantization_config"] = normal(quantization, "quantization_config")
     rope = json.dumps([text.get("rope_scaling"), text.get("rope_parameters")])
-    if any(f'"{kind}"' in rope for kind in _LENGTH_DEPENDENT_ROPE):
+    if any(kind in rope for kind in _LENGTH_DEPENDENT_ROPE):
         result["max_model_len"] = int(model.max_model_len)
     return result
 
@@ -349,21 +362,12 @@ def _config_dict(hf_config: Any) -> dict[str, Json]:
     return cast("dict[str, Json]", tree)
 
 
-def _other_configs(known: Iterable[Json], found: Iterable[Json]) -> list[Json]:
-    """Return those of `found` that are in no known configuration: copies that vLLM has changed."""
-    seen = {text for config in known for text in _texts(config)}
-    return [json.loads(text) for text in sorted({canonical_text(c) for c in found} - seen)]
-
-
-def _texts(tree: Json) -> Iterable[str]:
-    if isinstance(tree, dict):
-        yield canonical_text(tree)
-        for item in tree.values():
-            yield from _texts(item)
-
-
-def canonical_text(tree: Json) -> str:
-    return canonical_json(tree).decode("ascii")
+def _resolved_configs(modules: list[Any]) -> list[Json]:
+    """Return the distinct Hugging Face configurations that parts of the model were built with."""
+    values = {id(value): value for module in modules for value in vars(module).values()}
+    configs = [value for value in values.values() if isinstance(value, PretrainedConfig)]
+    texts = {canonical_json(_config_dict(each)) for each in configs}
+    return [json.loads(text) for text in sorted(texts)]
 
 
 def _hash_seed(algorithm: str) -> str:
@@ -382,13 +386,9 @@ def _hash_seed(algorithm: str) -> str:
 
 def _attention_backend(vllm_config: VllmConfig) -> str:
     """Return the backend the layers really use; on the worker they exist, and say so themselves."""
-    layers = vllm_config.compilation_config.static_forward_context
-    names = set()
-    for layer in layers.values():
-        get_backend = getattr(layer, "get_attn_backend", None)
-        if get_backend is not None:
-            names.add(str(get_backend().get_name()))
-    return "+".join(sorted(names)) or "unknown"
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    asked = [layer.get_attn_backend for layer in layers if hasattr(layer, "get_attn_backend")]
+    return "+".join(sorted({str(backend().get_name()) for backend in asked})) or "unknown"
 
 
 def _extra(
@@ -429,8 +429,17 @@ def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[st
         extra["transformers"] = transformers_version
     if code := code_digests(modules, trusted):
         extra["code"] = code
-    if secondary := secondary_weights(model, config):
-        extra["secondary_weights"] = secondary
+    # Weights that the model's class takes from elsewhere: an audio tower. The user vouches for all or none.
+    secondary = getattr(model, "secondary_weights", ()) if config.weights_id is None else ()
+    if secondary:
+        extra["secondary_weights"] = [
+            [
+                source.prefix,
+                getattr(source, "subfolder", None),
+                weights_text(checkpoint_place(source.model_or_path, source.revision), config),
+            ]
+            for source in secondary
+        ]
     return extra
 
 

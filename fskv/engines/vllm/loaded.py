@@ -1,4 +1,4 @@
-"""What an engine has really loaded, files, code and configurations, and whether that still holds.
+"""Tells the files and the code that an engine has really loaded, and whether that still holds.
 
 vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
 model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
@@ -7,7 +7,6 @@ the plug-in notes every worker before it loads (`watch_workers`), and the identi
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import inspect
@@ -16,28 +15,20 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from fskv.errors import ConfigError
-from fskv.identity.checkpoint_place import checkpoint_place, commit_of
-from fskv.identity.fingerprint import (
-    changed_file,
-    checkpoint_state,
-    weights_files,
-    weights_fingerprint,
-)
+from fskv.identity.checkpoint_place import checkpoint_place
+from fskv.identity.fingerprint import changed_file, checkpoint_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from fskv.config import StoreConfig
     from fskv.namespace import Json
 
-# What vLLM's rule picks from, by load format; other weights files are opened by a model's own code.
-_PICKED_FROM = (".safetensors", ".bin", ".pt")
 # A method of a worker, its runner or its models may change weights if one of these words is in its name ...
 _CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
 _CHANGES_OF_WORKERS = _CHANGES | {"apply", "sleep", "wake", "discard"}
@@ -203,20 +194,7 @@ def check_unchanged(loaded: Loaded, vllm_config: VllmConfig) -> None:
             )
 
 
-# --- weights ----------------------------------------------------------------------------------
-
-
-def weights_text(path: str, config: StoreConfig, files: list[str] | None = None) -> str:
-    """Return what names the weights at `path`: the user's word, the hub's commit, or a fingerprint of files.
-
-    `files` are those that vLLM's rule picks of a directory, None for all. Raises ConfigError where nothing
-    names them.
-    """
-    if config.weights_id is not None:
-        return weights_fingerprint(path, weights_id=config.weights_id)
-    return weights_fingerprint(
-        path, revision_commit=commit_of(path), loaded=_counted(path, files) if files else None
-    )
+# --- files and code ---------------------------------------------------------------------------
 
 
 def checkpoint_of(model_config: Any, load_config: Any = None) -> str:
@@ -255,35 +233,6 @@ def loaded_files(path: str, model_config: Any, load_config: Any, model: Any) -> 
     return sorted(os.path.relpath(each, path) for each in paths)
 
 
-def _counted(path: str, picked: list[str]) -> list[str]:
-    """Return the weights files that count: all but those that vLLM's rule passes over.
-
-    A model's own code may open others (a tower, an audio tokenizer in a subfolder), so those count too.
-    """
-    if any(name.endswith(".py") for name in os.listdir(path)):
-        return weights_files(path)
-    return [
-        name
-        for name in weights_files(path)
-        if name in picked or "/" in name or not name.endswith(_PICKED_FROM)
-    ]
-
-
-def secondary_weights(model: Any, config: StoreConfig) -> list[Json]:
-    """Return the names of weights that the model's class takes from elsewhere (an audio tower of its own)."""
-    found: list[Json] = []
-    for source in getattr(model, "secondary_weights", ()):
-        if config.weights_id is not None:
-            continue  # the user vouches for all of them
-        named = SimpleNamespace(model=source.model_or_path, revision=source.revision)
-        text = weights_text(checkpoint_of(named), config)
-        found.append([source.prefix, getattr(source, "subfolder", None), text])
-    return found
-
-
-# --- code and configurations ------------------------------------------------------------------
-
-
 def modules_of(model: Any, layer_names: set[str], *, one_stage: bool) -> list[Any]:
     """Return the parts of the model to derive an identity from: all of them.
 
@@ -298,82 +247,48 @@ def modules_of(model: Any, layer_names: set[str], *, one_stage: bool) -> list[An
     ]
 
 
-def resolved_configs(modules: list[Any]) -> list[Any]:
-    """Return the distinct Hugging Face configurations that parts of the model were built with."""
-    from transformers import PretrainedConfig
-
-    found = {}
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, PretrainedConfig):
-                found[id(value)] = value
-    return list(found.values())
-
-
 def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
     """Return digests of the source code, by package, of parts whose top-level package is not `trusted`.
 
-    A checkpoint's own code, and models that plug-ins bring: nothing else tells one version from the next.
-    What a file imports of its package counts with it; what else is loaded of the package does not, since
-    that depends on the process (a tokenizer).
+    A checkpoint's own code, and models that plug-ins bring: nothing else tells one version from the next. Of
+    a plug-in's package all code counts.
     """
-    packages: dict[str, set[str]] = {}
-    for module in modules:
-        name = type(module).__module__
-        if name.partition(".")[0] not in trusted:
-            # A checkpoint's package has a name of several parts; of others the first part is all of it.
-            inner = name.partition(".")[0] in ("transformers_modules", "vllm")
-            package = (name.rpartition(".")[0] or name) if inner else name.partition(".")[0]
-            packages.setdefault(package, set()).add(name)
-    found: dict[str, Json] = {}
-    for package in sorted(packages):
-        # transformers names the folder of a checkpoint's code after where the checkpoint lies.
-        of_checkpoint = package.startswith("transformers_modules.")
-        name = "transformers_modules" if of_checkpoint else package
-        digest = _source_digest(package, packages[package])
-        found[name] = sorted([*found.get(name, []), digest])  # type: ignore[misc]
-    return found
+    files: dict[str, set[tuple[str, str]]] = {}
+    for name in {type(module).__module__ for module in modules}:
+        package = name.partition(".")[0]
+        if package not in trusted:
+            files.setdefault(package, set()).update(_code_files(package, name))
+    return {package: _digest(sorted(files[package])) for package in sorted(files)}
 
 
-def _source_digest(package: str, names: set[str]) -> str:
-    """Digest the sources of modules and, again and again, of what they import of their package."""
-    sources: dict[str, bytes] = {}
-    waiting = set(names)
-    while waiting:
-        name = waiting.pop()
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path is None:
-            continue
+def _code_files(package: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (name inside the package, path) of its code; of a checkpoint's, what module `name` needs of it.
+
+    A tokenizer's code may lie beside that: if some process has loaded it.
+    """
+    if package == "transformers_modules":
+        file = str(sys.modules[name].__file__)
+        needed = filter(os.path.isfile, get_relative_import_files(file))
+        yield from (
+            (os.path.relpath(path, os.path.dirname(file)), path) for path in (file, *needed)
+        )
+        return
+    module = sys.modules[package]
+    if not hasattr(module, "__path__") and getattr(module, "__file__", None):
+        yield package, str(module.__file__)
+    for folder in getattr(module, "__path__", ()):
+        for directory, _, names in os.walk(folder):
+            paths = [f"{directory}/{each}" for each in names if each.endswith((".py", ".so"))]
+            yield from ((os.path.relpath(path, folder), path) for path in paths)
+
+
+def _digest(files: list[tuple[str, str]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in files:
         try:
             with open(path, "rb") as file:
-                sources[name] = file.read()
+                content = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise ConfigError(f"code of the model, {path}: {error.strerror}") from None
-        waiting |= {
-            other
-            for other in _imported(name, path, sources[name])
-            if other not in sources and (other == package or other.startswith(f"{package}."))
-        }
-    digest = hashlib.sha256()
-    for name, source in sorted(sources.items()):
-        digest.update(f"{name.removeprefix(package)}:{len(source)}:".encode() + source)
+        digest.update(f"{name}:{content}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _imported(name: str, path: str, source: bytes) -> set[str]:
-    """Return the modules that are loaded and that the source of module `name` imports anywhere."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # compiled code: its bytes count
-        return set()
-    in_package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = in_package.split(".")[: len(in_package.split(".")) - node.level + 1]
-            base = ".".join(parents) if node.level else ""
-            origin = ".".join(filter(None, (base, node.module)))
-            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    return found & sys.modules.keys()

@@ -19,7 +19,7 @@ import torch
 from vllm.platforms import current_platform
 
 from fskv.engines.vllm.identity import by_layer
-from fskv.engines.vllm.places import block_axis, bound_to
+from fskv.engines.vllm.places import block_axis, bound_to, own_layers
 from fskv.errors import RestError
 from fskv.hybrid_planner import GroupKind
 
@@ -63,21 +63,13 @@ def page_layouts(
     writes may have a pool of threads for each thread that calls it. Raises RestError where a layer does not
     tell.
     """
-    found: dict[str, Json] = {}
-    layers = vllm_config.compilation_config.static_forward_context
     dcp = vllm_config.parallel_config.decode_context_parallel_size
-    is_cpu = bool(current_platform.is_cpu())
-    pages = _Pages(vllm_config.model_config.dtype, num_blocks, is_cpu=is_cpu, canonical=canonical)
+    pages = _Pages(num_blocks, vllm_config.model_config.dtype, canonical)
+    found: dict[str, Json] = {}
     for group in groups:
-        tokens = group.spec.tokens_per_block // dcp
         is_state = group.spec.kind is GroupKind.STATE
-        insides = [
-            pages.inside(name, layers.get(name), tokens, is_state=is_state)
-            for name in group.layer_names
-            # One that has no page of its own: another layer's is in the group too.
-            if not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
-        ]
-        if insides:
+        tokens = None if is_state else group.spec.tokens_per_block // dcp
+        if insides := [pages.inside(*each, tokens) for each in own_layers(vllm_config, group)]:
             found[f"group{group.spec.group_idx}"] = by_layer(insides)
     return found
 
@@ -122,11 +114,6 @@ class _Page:
         page = elements.as_strided(self.shape, self.strides, elements.storage_offset())
         return flat[:nbytes], flat[nbytes:], page
 
-    def is_of(self, tokens: int) -> bool:
-        """Whether it has so many tokens, on the last axis but one or (before 0.32) the one before that."""
-        axes = self.shape[-2:-1] if len(self.shape) < 5 else self.shape[-3:-1]
-        return tokens in {self.kernel_blocks * n for n in axes}
-
     def __str__(self) -> str:
         item = self.dtype.itemsize
         sides = zip(self.shape, self.strides, strict=True)
@@ -142,36 +129,31 @@ def _offset(bound: torch.Tensor, num_blocks: int) -> int:
     return offset if offset < block else 0
 
 
+@dataclass(frozen=True)
 class _Pages:
-    """Describes pages; layers that are alike are asked once."""
+    """Describes how the layers of an engine lay out their pages."""
 
-    def __init__(
-        self, model_dtype: torch.dtype, num_blocks: int, *, is_cpu: bool, canonical: bool
-    ) -> None:
-        self._model_dtype = model_dtype
-        self._num_blocks = num_blocks
-        self._canonical = canonical
-        self._is_cpu = is_cpu
-        self._digests: dict[tuple[object, ...], str] = {}
+    num_blocks: int
+    model_dtype: torch.dtype
+    canonical: bool
 
-    def inside(self, name: str, layer: Any, tokens: int, *, is_state: bool) -> str:
+    def inside(self, name: str, layer: Any, tokens: int | None) -> str:
         """Return how a layer's page is laid out; RestError, in one sentence, where that cannot be known.
 
-        `tokens` is how many a block holds on this rank.
+        `tokens` is how many a block holds on this rank, None of a state.
         """
         try:
             bound = bound_to(layer)
-            if is_state:
+            if tokens is None:
                 return self._of_state(bound)
             backend = str(layer.get_attn_backend().get_name())
             (tensor,) = bound
-            page, offset = _Page.of(tensor, self._num_blocks), _offset(tensor, self._num_blocks)
-            if self._canonical and tensor.ndim == 4:
+            page, offset = _Page.of(tensor, self.num_blocks), _offset(tensor, self.num_blocks)
+            if self.canonical and tensor.ndim == 4:
                 page, offset = page.of_one_head(), 0
-            digest = self._digest(layer, backend, page, tokens)
             isa = getattr(layer, "isa", None)  # what a layer on a CPU writes with
-            view = f"{page}{_at(offset)}"
-            return f"{backend}{f'({isa})' if isa else ''}/{view}/{digest}"
+            digest = self._digest(layer, backend, page, tokens)
+            return f"{backend}{f'({isa})' if isa else ''}/{page}{_at(offset)}/{digest}"
         except Exception as error:  # whatever a vLLM without these names raises
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise RestError(
@@ -182,46 +164,55 @@ class _Pages:
     def _of_state(self, bound: tuple[torch.Tensor, ...]) -> str:
         """Describe the tensors of a state: plain ones, one after the other in a page."""
         first = min(tensor.data_ptr() for tensor in bound)
-        offsets = [t.data_ptr() - first or _offset(t, self._num_blocks) for t in bound]
-        pages = [_Page.of(t, self._num_blocks) for t in bound]
+        offsets = [t.data_ptr() - first or _offset(t, self.num_blocks) for t in bound]
+        pages = [_Page.of(t, self.num_blocks) for t in bound]
         return "&".join(f"{page}{_at(at)}" for page, at in zip(pages, offsets, strict=True))
 
     def _digest(self, layer: Any, backend: str, page: _Page, tokens: int) -> str:
-        isa, dtype = getattr(layer, "isa", None), getattr(layer.impl, "kv_cache_dtype", None)
-        shape = [
-            getattr(layer, name, None) for name in ("num_kv_heads", "head_size", "head_size_v")
-        ]
-        key = (backend, type(layer.impl), page, tokens, isa, dtype, *shape)
-        if key not in self._digests:
-            try:
-                heads = 1 if self._canonical else int(getattr(layer, "num_kv_heads", 0))
-                self._digests[key] = _try(layer, page, tokens, self._model_dtype, heads)
-            except Exception as error:
-                if isinstance(error, RestError) or self._is_cpu or backend not in _PLAIN_BACKENDS:
-                    raise
-                self._digests[key] = "as its view"
-        return self._digests[key]
+        heads = 1 if self.canonical else int(getattr(layer, "num_kv_heads", 0))
+        try:
+            return _digest_of_trial(layer, page, tokens, self.model_dtype, heads)
+        except Exception as error:
+            is_cpu = bool(current_platform.is_cpu())
+            if isinstance(error, RestError) or is_cpu or backend not in _PLAIN_BACKENDS:
+                raise
+            return "as its view"
 
 
 def _at(offset: int) -> str:
     return f"@{offset}" if offset else ""
 
 
-def _try(layer: Any, page: _Page, tokens: int, dtype: torch.dtype, heads: int) -> str:
-    """Have the layer's own function write a page; return the page's digest."""
-    if not page.is_of(tokens):  # it would write behind the page's end
+def _digest_of_trial(layer: Any, page: _Page, tokens: int, dtype: torch.dtype, heads: int) -> str:
+    """Have the layer's own function write element i of a page as the number i; return the page's digest.
+
+    In octal digits, a page for each: the digits are exact in every dtype that a KV cache can have.
+    """
+    if page.kernel_blocks * page.shape[-2] != tokens:  # it would write behind the page's end
         raise ValueError(f"its view {page} is not one of {tokens} tokens")
-    write, num_elements = _writer(layer, tokens, dtype, heads)
+    write, num_elements = _writer(layer, tokens, heads)
+    memory, behind, view = page.zeros(layer.kv_cache.device)
+    index = torch.arange(num_elements, device=view.device)
+    digest = hashlib.sha256()
     # Some keep what they derive from the first page that they see (0.32: the scales of Triton's).
     kept = dict(vars(layer.impl))
     try:
-        return _digest_of_page(write, num_elements, *page.zeros(layer.kv_cache.device), dtype)
+        for shift in range(0, (num_elements - 1).bit_length(), 3):
+            memory.zero_()
+            write(((index >> shift) & 7).to(dtype), view)
+            written = memory.cpu().numpy().tobytes()
+            if behind.any():
+                raise RestError("its function writes behind the end of a page")
+            if not any(written):
+                raise ValueError("nothing was written")
+            digest.update(written)
     finally:
         vars(layer.impl).clear()
         vars(layer.impl).update(kept)
+    return digest.hexdigest()[:16]
 
 
-def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_Write, int]:
+def _writer(layer: Any, tokens: int, heads: int) -> tuple[_Write, int]:
     """Return what writes a page's keys and values, from that many numbers, and how many those are."""
     impl = layer.impl
     slots = torch.arange(tokens, device=layer.kv_cache.device)
@@ -230,7 +221,7 @@ def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_W
         rope = int(impl.qk_rope_head_dim)
 
         def write_latents(numbers: torch.Tensor, page: torch.Tensor) -> None:
-            latents = numbers.to(dtype).view(tokens, rank + rope)
+            latents = numbers.view(tokens, rank + rope)
             impl.do_kv_cache_update(
                 latents[:, :rank].contiguous(),
                 latents[:, rank:].unsqueeze(1).contiguous(),
@@ -245,7 +236,7 @@ def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_W
     size_v = int(getattr(layer, "head_size_v", None) or size)
 
     def write(numbers: torch.Tensor, page: torch.Tensor) -> None:
-        keys, values = numbers.to(dtype).split([tokens * heads * size, tokens * heads * size_v])
+        keys, values = numbers.split([tokens * heads * size, tokens * heads * size_v])
         impl.do_kv_cache_update(
             layer,
             keys.view(tokens, heads, size).contiguous(),
@@ -255,29 +246,3 @@ def _writer(layer: Any, tokens: int, dtype: torch.dtype, heads: int) -> tuple[_W
         )
 
     return write, tokens * heads * (size + size_v)
-
-
-def _digest_of_page(
-    write: _Write,
-    num_elements: int,
-    memory: torch.Tensor,
-    behind: torch.Tensor,
-    page: torch.Tensor,
-    model_dtype: torch.dtype,
-) -> str:
-    """Return the digest of a page's memory into which the backend has written element i as the number i.
-
-    In octal digits, a page for each: the digits are exact in every dtype that a KV cache can have.
-    """
-    index = torch.arange(num_elements, device=page.device)
-    digest = hashlib.sha256()
-    for shift in range(0, (num_elements - 1).bit_length(), 3):
-        memory.zero_()
-        write(((index >> shift) & 7).to(model_dtype), page)
-        written = memory.cpu().numpy().tobytes()
-        if behind.any():
-            raise RestError("its function writes behind the end of a page")
-        if not any(written):
-            raise ValueError("nothing was written")
-        digest.update(written)
-    return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ Arithmetic on shapes, strides and addresses; no byte of KV is read. Called once,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,8 +47,8 @@ class Places:
     stride: int
 
     @classmethod
-    def of(cls, bound: Sequence[torch.Tensor], num_blocks: int) -> Places:
-        """Find them; raises ValueError where strides do not say it."""
+    def of(cls, bound: Sequence[torch.Tensor], num_blocks: int, nbytes: int) -> Places:
+        """Find them, `nbytes` of a block in all; raises ValueError where strides do not say it."""
         runs: _Runs = []
         strides = set()
         for tensor in bound:
@@ -62,13 +62,11 @@ class Places:
         if len(strides) != 1:
             raise ValueError("its tensors have blocks of different lengths")
         runs.sort()
-        if any(start + nbytes > following for (start, nbytes), (following, _) in pairwise(runs)):
+        if any(start + n > following for (start, n), (following, _) in pairwise(runs)):
             raise ValueError("its tensors overlap")
+        if (found := sum(n for _, n in runs)) != nbytes:
+            raise ValueError(f"{found} bytes of a block are bound to it, expected {nbytes}")
         return cls(bound[0], tuple(_joined(runs)), strides.pop())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.pieces)
 
 
 def block_axis(tensor: torch.Tensor, num_blocks: int) -> int:
@@ -86,27 +84,26 @@ def places_of(
 
     Raises RestError where a layer does not tell, or tells of more or fewer bytes than its specification.
     """
-    layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for group in groups:
-        for name, nbytes in zip(group.layer_names, group.layer_nbytes, strict=True):
-            layer = layers.get(name)
-            if getattr(layer, "kv_sharing_target_layer_name", None):
-                continue
+        of_layer = dict(zip(group.layer_names, group.layer_nbytes, strict=True))
+        for name, layer in own_layers(vllm_config, group):
             try:
-                places = Places.of(bound_to(layer), num_blocks)
+                found[name] = Places.of(bound_to(layer), num_blocks, of_layer[name])
             except Exception as error:  # whatever a vLLM that binds something else raises
                 line = str(error).partition("\n")[0]
                 raise RestError(
                     f"KV layer {name}: where its KV lies is not known ({type(error).__name__}: {line})"
                 ) from None
-            if places.nbytes != nbytes:
-                raise RestError(
-                    f"KV layer {name}: {places.nbytes} bytes of a block are bound to it and its "
-                    f"specification has {nbytes}, so where its KV lies is not known"
-                )
-            found[name] = places
     return found
+
+
+def own_layers(vllm_config: VllmConfig, group: EngineGroup) -> Iterator[tuple[str, Any]]:
+    """Yield names and layers of a group, but for layers that have another one's pages."""
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in group.layer_names:
+        if not getattr(layers.get(name), "kv_sharing_target_layer_name", None):
+            yield name, layers.get(name)
 
 
 def bound_to(layer: Any) -> tuple[torch.Tensor, ...]:
@@ -222,17 +219,12 @@ def _rows_of_pieces(
     refs = []
     for group in groups:
         of_group = []
-        for name in (name for name in group.layer_names if name in places):
-            place = places[name]
+        for place in (places[name] for name in group.layer_names if name in places):
             for start, nbytes in place.pieces:
                 piece = (start, nbytes, place.stride)
-                if piece not in known:
-                    known[piece] = len(tensors)
-                    tensors.append(
-                        CanonicalKVCacheTensor(
-                            _row_tensor(place, start, nbytes, num_blocks), nbytes
-                        )
-                    )
+                if known.setdefault(piece, len(tensors)) == len(tensors):
+                    row = _row_tensor(place, start, nbytes, num_blocks)
+                    tensors.append(CanonicalKVCacheTensor(row, nbytes))
                 of_group.append(CanonicalKVCacheRef(known[piece], nbytes))
         refs.append(of_group)
     return CanonicalKVCaches(tensors, refs)

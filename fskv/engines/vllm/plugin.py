@@ -40,9 +40,11 @@ def register() -> None:
 
 def _load(name: str) -> Any:
     """Return a connector's class. Raises FskvError where the configuration that asks for it cannot work."""
-    module = importlib.import_module(_CONNECTORS[name])  # first: it refuses a vLLM that cannot work
-    from fskv.engines.vllm.preflight import check_configured
+    from fskv.engines.vllm.version import refusing
 
+    with refusing():
+        module = importlib.import_module(_CONNECTORS[name])
+        from fskv.engines.vllm.preflight import check_configured
     check_configured()
     return getattr(module, name)
 

@@ -107,7 +107,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             rank=parallel.rank,
             world_size=parallel.world_size,
             # With one stage those of its groups are in the manifest.
-            layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else None,
+            layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else {},
             # Some layers turn it off while they are built, in this process alone.
             prefix_caching=reuses_kv(vllm_config),
             reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),

@@ -5,8 +5,9 @@ Called on the model runner's thread of one rank; every call returns without wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,7 +35,7 @@ from fskv.types import FileId, Status, Use
 
 
 class FskvWorker(OffloadingWorker):
-    """See the module docstring."""
+    """Stores and loads the chunks of one rank; `Mover` does the work."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class FskvWorker(OffloadingWorker):
         restore: Callable[[], object],
         rank: int,
         world_size: int,
-        layouts: dict[str, Json] | None = None,
+        layouts: Mapping[str, Json] = MappingProxyType({}),
         prefix_caching: bool = True,
         reloaded: Callable[[], bool] = lambda: False,
     ) -> None:

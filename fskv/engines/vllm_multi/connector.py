@@ -10,9 +10,6 @@ Scheduler and worker side run on the threads of vLLM that call them; no call wai
 
 from __future__ import annotations
 
-# First: where vLLM cannot work, one sentence and not the traceback of an import that it lacks.
-import fskv.engines.vllm.version  # noqa: F401  # isort: skip
-
 import copy
 import functools
 import logging
