@@ -1035,8 +1035,8 @@ FAULTS = (
         "settings-not-in-identity",
         "A setting that no list names keeps engines apart.",
         "fskv/identity/rules.py",
-        "        if name in harmless or (",
-        "        if name not in harmless or (",
+        "        if name in harmless:\n",
+        "        if name not in harmless:\n",
         ("tests/adapter/test_settings.py",),
     ),
     Fault(

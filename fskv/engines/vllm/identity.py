@@ -359,6 +359,10 @@ def _model_config(model: Any, modules: list[Any]) -> dict[str, Json]:
 
 def _config_dict(hf_config: Any) -> dict[str, Json]:
     tree = kv_config(json.loads(hf_config.to_json_string(use_diff=False)))
+    if tree.get("architectures") == ["MiniMaxM2ForCausalLM"]:
+        tree.pop(
+            "max_model_len", None
+        )  # vLLM puts it there: the length of a table (minimax_m2.py:261)
     return cast("dict[str, Json]", tree)
 
 
