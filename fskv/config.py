@@ -239,7 +239,7 @@ class StoreConfig:
 
     @property
     def lora_policy(self) -> str:
-        """What the identity says of adapters."""
+        """The identity's word for how adapters are treated."""
         return "by-name" if "lora" in self.trust else "off"
 
     @property

@@ -39,10 +39,12 @@ _LIBRARIES = (
     *("TRITON_", "TRTLLM_", "USE_DEFAULT_FLA_NORM", "USE_FLAGOS", "XHS_VIDEO_"),
     "XPU_USE_TRITON_KERNEL",
 )
-# Of those: places, versions, compilers, logs, debugging, servers of that name, and what Kubernetes sets.
+# Kubernetes sets these for a service, and so for one that is called as an engine or a library.
+_OF_A_SERVICE = re.compile(r"\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*")
+# Of the libraries' own: places, versions, compilers, logs, debugging, servers of that name.
 _HARMLESS_OF_LIBRARIES = re.compile(
     r"\w+_(DIR|HOME|ROOT|\w*PATH|URL|HOST|PORT|VERSION|VERBOSE|NVCC\w*|ARCH|ARCHS|REBUILD)$"
-    r"|\w+_LOG(GING|LEVEL|INFO|DEST)?(_\w+)?$|\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*"
+    r"|\w+_LOG(GING|LEVEL|INFO|DEST)?(_\w+)?$"
     r"|DG_(JIT_|PRINT_)\w+|FLA_(CI_ENV|CACHE\w*)"
     r"|FLASHINFER_(WORKSPACE_BASE|CUBIN\w*|CUDA_ARCH_LIST|LOG\w*|DISABLE_VERSION_CHECK|EXTRA_\w*FLAGS|JIT_\w+)"
     r"|MIOPEN_(FIND_MODE|DISABLE_CACHE)|ROCBLAS_LAYER$|TRTLLM_ENABLE_PDL$"
@@ -114,9 +116,10 @@ def environment(
     """
     own, found = Names(known), dict[str, Json]()
     for name, value in sorted(variables.items()):
-        if name in harmless or not (name in own or name.startswith(_LIBRARIES)):
+        if name in harmless or _OF_A_SERVICE.match(name):
             continue
-        if not _HARMLESS_OF_LIBRARIES.match(name):
+        of_library = name.startswith(_LIBRARIES) and not _HARMLESS_OF_LIBRARIES.match(name)
+        if name in own or of_library:
             with _named(name):
                 _tell(found, name, _number(value))
     return found
@@ -139,7 +142,7 @@ def _named(name: str) -> Iterator[None]:
 def _tell(found: dict[str, Json], name: str, value: Any) -> None:
     """Write a setting down: without its name where it may be a secret, and not at all where it is one."""
     own = name.rpartition(".")[2]
-    name.encode("ascii")
+    name.encode("ascii")  # raises for a name that is no text
     if isinstance(value, str | bytes | os.PathLike) and _SECRET.search(own):
         return
     if isinstance(value, str | bytes | os.PathLike) and _LIKE_SECRET.search(own):

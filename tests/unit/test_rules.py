@@ -167,7 +167,7 @@ class Raises:
 
 
 def wide() -> object:
-    """Return lists that share their parts: 4 ** 14 of them for who counts each."""
+    """Return lists that share their parts; counted one by one there are 4 ** 14."""
     return functools.reduce(lambda inner, _: [inner] * 4, range(14), "x")
 
 
@@ -229,6 +229,14 @@ def test_what_kubernetes_sets_for_a_service_does_not_count():
     }  # fmt: skip
     assert environment(of_service, [], NONE) == {}
     assert environment({"TRITON_F32_DEFAULT": "tf32"}, [], NONE).keys() == {"TRITON_F32_DEFAULT"}
+
+
+@pytest.mark.parametrize("end", ["VERSION", "ARCH", "PATH", "LOG", "PORT", "VERBOSE"])
+def test_a_variable_of_the_engine_s_own_counts_whatever_its_name_ends_in(end):
+    """What is harmless of a library, by such a name, may choose a kernel of the engine."""
+    name = f"VLLM_FLASH_ATTN_{end}"
+    assert environment({name: "3"}, [name], NONE) == {name: 3}
+    assert environment({f"AITER_{end}": "3"}, [name], NONE) == {}, "the control"
 
 
 def test_what_images_and_builds_set_does_not_count():
