@@ -143,12 +143,16 @@ class Phases:
         self._row(
             "F", "side by side", None, "the same names of chunks, two namespaces, other bytes"
         )
-        for letter, arch, root in (("G", FIRST, first), ("H", OTHER, other)):
+        for letter, arch, root, beside in (("G", FIRST, first, OTHER), ("H", OTHER, other, FIRST)):
+            of_beside = files(root, beside)
             again = run(arch, [ask("main"), *settle], root, **options)
             answer, counted = lab.generates(again)["main"], lab.metrics(again)[-1]
             assert_answer(answer, want[arch]["main"], hit=True)
             assert lab.counter(counted, "stored_chunks") == 0
-            assert (files(first, FIRST), files(other, OTHER)) == (own, theirs)
+            assert files(root, beside) == of_beside
+            # An engine touches its own files when it loads them: only their times change.
+            assert _bytes(files(first, FIRST)) == _bytes(own)
+            assert _bytes(files(other, OTHER)) == _bytes(theirs)
             self._row(letter, f"{arch} restarted", answer, "its own KV, no file changed")
         num_groups = len({lab.group_of(name) for name in own if name.endswith(".kv")})
         assert num_groups > 1
@@ -170,8 +174,8 @@ class Phases:
             assert lab.counter(lab.metrics(result)[-1], "load_failures") == 0
         now, theirs_now = files(first, FIRST), files(other, OTHER)
         assert len(now) > len(own)
-        assert own.items() <= now.items()
-        assert theirs.items() <= theirs_now.items()
+        assert _bytes(own).items() <= _bytes(now).items()
+        assert _bytes(theirs).items() <= _bytes(theirs_now).items()
         assert _names(now) == _names(theirs_now)
         self._row("J", "both at once", answers["main"], f"right tokens, {len(now) - 1} files each")
 
@@ -196,3 +200,7 @@ def _architectures(root: str) -> set[str]:
 
 def _names(found: dict[str, Any]) -> set[str]:
     return {os.path.basename(name) for name in found}
+
+
+def _bytes(found: dict[str, tuple[bytes, int]]) -> dict[str, bytes]:
+    return {name: content for name, (content, _) in found.items()}
