@@ -27,6 +27,7 @@ from fskv.root.root import (
     FORMAT_FILE,
     MANIFEST_FILE,
     MAX_MANIFEST_NBYTES,
+    RATE_FILE,
     SNAPSHOT_FILE,
     TMP_DIR,
 )
@@ -221,9 +222,10 @@ def remove_namespace(root: str, path: str, judge: Judge = _ANYTHING) -> Outcome:
         if not found.is_gone:
             return found if found.fate is Fate.FAILED else Outcome(path, Fate.STAYS)
     with Place(root, path, os.O_RDONLY) as place:
-        found = place.remove(SNAPSHOT_FILE)
-        if found.fate is Fate.FAILED:
-            return found
+        for name in (SNAPSHOT_FILE, RATE_FILE):
+            found = place.remove(name)
+            if found.fate is Fate.FAILED:
+                return found
         try:
             if place.names() != [MANIFEST_FILE]:
                 return Outcome(path, Fate.STAYS)

@@ -39,6 +39,7 @@ MANIFEST_FILE = "namespace.json"
 CHUNK_DIR = namespace.CHUNK_DIR
 TMP_DIR = "tmp"
 SNAPSHOT_FILE = "snapshot.msgpack"  # fskv.index.snapshot
+RATE_FILE = "prefill_rate.txt"  # fskv.root.prefill_rate
 PART_PREFIX = ".fskv-"  # of parts in the root itself
 
 # The first 43 bytes are the standard: https://bford.info/cachedir/
