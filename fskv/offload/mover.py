@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from fskv.config import LEAST_AUTO_THREADS, MAX_QUEUED_CHUNKS, Deadline, StoreConfig
+from fskv.config import LEAST_AUTO_THREADS, MAX_QUEUED_CHUNKS, MIB, Deadline, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.depth import measure_answer_s, wanted_threads
 from fskv.data_path.job import FileMove, FileOutcome, JobResult
@@ -193,6 +193,8 @@ class Mover:
         self._ending = _Ending()
         self._news = News()
         self._store_failure: Status | None = None  # of the last store; None: it was written
+        self._num_written = self._num_given_up = 0  # files of stores, since the start
+        self._written_nbytes = 0
         self._told_amiss: dict[str, str] = {}
         logger.info(
             "fskv: rank %d: %s; %d I/O threads%s, %d staging slots of %d bytes at most",
@@ -305,8 +307,17 @@ class Mover:
 
     def _close(self, timeout_s: float) -> None:
         self._toucher.close()
-        self._runner.shutdown(timeout_s)
+        num_left = self._runner.shutdown(timeout_s)
+        self._collect()
         self._transport.close()
+        if self._writable:
+            logger.info(
+                "fskv: rank %d: stopped; %d files written (%.1f MiB), %d given up",
+                self.number,
+                self._num_written,
+                self._written_nbytes / MIB,
+                self._num_given_up + num_left,
+            )
 
     # --- what became of it ------------------------------------------------------------------
 
@@ -365,6 +376,9 @@ class Mover:
             chunk = outcome.file.chunk
             self._news.written_nbytes += outcome.nbytes
             self._news.no_space |= status is Status.NO_SPACE
+            self._written_nbytes += outcome.nbytes
+            self._num_written += status is Status.OK
+            self._num_given_up += not status.good
             if status is Status.OK:
                 self._store_failure = None
             elif status in _AGAINST_STORES:

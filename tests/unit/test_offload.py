@@ -65,6 +65,25 @@ def test_a_toy_engine_loads_what_another_one_stored(engine, tmp_path):
     assert (second.num_stored, second.num_loaded) == (1, 8)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_at_a_stop_it_says_what_was_written_and_what_was_given_up(
+    engine, tmp_path, caplog, monkeypatch, fails
+):
+    caplog.set_level("INFO")
+    if fails:
+        monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
+        monkeypatch.setattr(ChunkStore, "put", lambda *_, **__: Status.NO_SPACE)
+    one = engine()
+    one.run(PROMPT)
+    one.close()
+    written = files(tmp_path)
+    size = f"{sum(path.stat().st_size for path in written) / 2**20:.1f} MiB"
+    assert len(written) == (0 if fails else 4)
+    assert [r.getMessage() for r in caplog.records if ": stopped;" in r.getMessage()] == [
+        f"fskv: rank 0: stopped; {len(written)} files written ({size}), {4 - len(written)} given up"
+    ]
+
+
 def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_path):
     """Two chunk files are enough for `auto`; a number that somebody gave is kept, or refused."""
     kv = engine().run(PROMPT)
