@@ -103,19 +103,19 @@ def test_every_place_has_the_version_of_the_package():
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "new",
     [
-        ("## Unreleased", f"## {__version__} - 2026-01-01"),
-        ("### Added", "## 99.0.0 - 2026-01-01\n\n### Added"),
-        ("### Added", f"## {__version__}\n\n### Added"),
-        ("### Fixed", "### Closed"),
+        f"## {__version__} - 2026-01-01",
+        "## Unreleased\n\n## 99.0.0 - 2026-01-01",
+        f"## Unreleased\n\n## {__version__}",
+        "## Unreleased\n\n### Closed",
     ],
 )
-def test_negative_control_another_form_of_the_changelog_is_found(old, new):
+def test_negative_control_another_form_of_the_changelog_is_found(new):
     changelog = text_of("CHANGELOG.md")
-    assert changelog.count(old) == 1
+    assert changelog.count("## Unreleased") == 1
     with pytest.raises(AssertionError):
-        check_versions(changelog.replace(old, new))
+        check_versions(changelog.replace("## Unreleased", new))
 
 
 def test_negative_control_another_version_is_found():

@@ -5,7 +5,6 @@ Every check takes the document's text, so that each can be shown to fail on a do
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import fnmatch
 import hashlib
@@ -445,30 +444,6 @@ def test_the_places_to_change_things_are_there():
     assert text.count("| `fskv/bounds/evict.py` |") == 1
     with pytest.raises(AssertionError):
         check_places(text.replace("| `fskv/bounds/evict.py` |", "| `fskv/bounds/prune.py` |"))
-
-
-def check_modules(text: str) -> None:
-    """Hold the table of modules to the tree: a row each, with the first line of its docstring."""
-    expected = {}
-    for path, module in test_layers.modules():
-        if module.startswith("fskv"):
-            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            assert said, f"{module} has no docstring"
-            expected[module] = [said.splitlines()[0]]
-    assert rows(text, "module") == expected
-
-
-def test_each_module_has_a_line_in_the_document():
-    text = text_of("docs/architecture.md")
-    check_modules(text)
-    line = "| `fskv.data_path.breaker` | "
-    assert text.count(line) == 1
-    for doctored in (
-        text.replace(line, f"{line}Not "),
-        text.replace("| `fskv.types` | ", "| `x` | "),
-    ):
-        with pytest.raises(AssertionError):
-            check_modules(doctored)
 
 
 # --- links, commands, words -----------------------------------------------------------------
