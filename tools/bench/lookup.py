@@ -17,7 +17,7 @@ from fskv.types import ChunkId, Presence
 
 from .store import RoundError, chunk_id, spread
 
-_NUM_FILES = 2048  # and as many names without a file
+_NUM_FILES = 512  # and as many names without a file
 _FILE_NBYTES = 4096  # only the number of files matters
 _NUM_STRANGERS = 256  # keys without a file, asked for before it counts
 _TIMEOUT_S = 60.0

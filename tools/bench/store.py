@@ -57,32 +57,30 @@ class KvMemory:
         self.half = nbytes // PAGE_NBYTES  # in pages
         content = np.zeros((2 * self.half, PAGE_NBYTES), np.int8)
         content[: self.half].data.cast("B")[:] = np.random.default_rng(0).bytes(nbytes)
-        self._content = content
-        self._tensor: Any = None
+        self._memory: Any = content
+        self._cuda: Any = None
         if on_cuda:
             import torch
 
-            self._tensor = torch.from_numpy(content).to("cuda")
+            self._cuda = torch.cuda
+            self._memory = torch.empty(content.shape, dtype=torch.int8, device="cuda")
+            self._memory.copy_(torch.from_numpy(content))
 
     @property
     def pages(self) -> Any:
-        """What a Mover is given."""
-        return self._content.data.cast("B") if self._tensor is None else self._tensor
+        """The KV memory, as a Mover takes it."""
+        return self._memory if self._cuda else self._memory.data.cast("B")
 
     def clear(self) -> None:
         """Write zeros where loads go."""
-        if self._tensor is None:
-            self._content[self.half :] = 0
-            return
-        import torch
-
-        self._tensor[self.half :] = 0
-        torch.cuda.synchronize()
+        self._memory[self.half :] = 0
+        if self._cuda:
+            self._cuda.synchronize()
 
     def holds(self, num_pages: int) -> bool:
         """Return whether so many pages were loaded as they were stored."""
-        content = self._content if self._tensor is None else self._tensor.cpu().numpy()
-        return np.array_equal(content[:num_pages], content[self.half : self.half + num_pages])
+        found = self._memory.cpu().numpy() if self._cuda else self._memory
+        return np.array_equal(found[:num_pages], found[self.half : self.half + num_pages])
 
 
 def file_layout(chunk_nbytes: int) -> FileLayout:

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..bench.advice import advise, best_of, break_even
-from ..bench.measure import Settings, parse_numbers, run_bench
 from ..exits import UsageError
 from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
 from ..terminal import emit, new_table, plain, print_table
@@ -59,6 +57,10 @@ def command(
     minute. It writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C. Exit
     code 1 if something could not be stored or loaded, or was wrong.
     """
+    # Not before: without the C extension these cannot be imported.
+    from ..bench.advice import advise, best_of, break_even
+    from ..bench.measure import Settings, parse_numbers, run_bench
+
     if cuda:
         _check_cuda()
     found = run_bench(
