@@ -67,7 +67,7 @@ def test_what_a_document_names_exists(document):
         (check_paths, "ARGS='tests/adapter'", "ARGS='tests/adaptor'"),
         (check_paths, "`.ci/wheel`", "`.ci/wheels`"),
         (check_paths, "tests/unit/test_native.py tests", "tests/unit/test_natives.py tests"),
-        (check_commands, "`fskv replay`", "`fskv play`"),
+        (check_commands, "`fskv prune --watch`", "`fskv trim --watch`"),
         (check_options, "`fskv prune --watch`", "`fskv prune --see`"),
     ],
 )
