@@ -40,7 +40,7 @@ class ReplayError(Exception):
 
 @dataclass(slots=True)
 class RequestDone:
-    """What became of one request: counts of blocks."""
+    """The outcome of one request: counts of blocks."""
 
     hits: int = 0
     loaded: int = 0

@@ -1,8 +1,8 @@
 """Advice from the rates of a bench: which options suit this mount. Pure.
 
 Cold loads decide, because somebody waits for them; stores run in the background. Among settings within 5 % of
-the best the cheapest is advised: past the page cache, fewer threads, smaller chunks. What is smaller than
-that is noise.
+the best the cheapest is advised: past the page cache, fewer threads, smaller chunks. Smaller
+differences are noise.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _io_threads(alike: Sequence[Rates], best: Rates, answer_s: float | None) -> 
     auto = config.num_io_threads(config.staging_bytes // file_nbytes, wanted)
     nearest = min(alike, key=lambda one: abs(one.threads - auto))
     is_good = _rate(nearest) >= NEAR * max(map(_rate, alike))
-    told = _told(alike, lambda one: one.threads)
+    told = _told(alike, lambda one: f"{one.threads} threads")
     return "auto" if is_good else str(best.threads), told and f"{told}; auto would be {auto}"
 
 
@@ -97,8 +97,8 @@ def _told(found: Sequence[Rates], key: Callable[[Rates], Hashable]) -> str:
     fastest: dict[Hashable, float] = {}
     for one in found:
         fastest[key(one)] = max(_rate(one), fastest.get(key(one), 0.0))
-    told = ", ".join(f"{name}: {rate:.2f}" for name, rate in fastest.items())
-    return f"GB/s by {told}" if len(fastest) > 1 else ""
+    told = ", ".join(f"{name} {rate:.2f}" for name, rate in fastest.items())
+    return f"loads in GB/s: {told}" if len(fastest) > 1 else ""
 
 
 def _rate(one: Rates) -> float:

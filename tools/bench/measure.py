@@ -28,7 +28,7 @@ _REMOVE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to measure; see `fskv bench --help`. Raises UsageError for nonsense."""
+    """Sizes and numbers of a bench; see `fskv bench --help`. Raises UsageError for nonsense."""
 
     directory: str
     chunk_sizes: tuple[int, ...]
