@@ -32,9 +32,13 @@ demo: $(SETUP) ## Real engines store, restart, load, survive damaged files; a se
 demo-quick: $(SETUP) ## The same with two small models
 	@'$(PY)' -m demo.run --quick $(ARGS)
 
-bench: $(SETUP) ## Store and load speed on the storage of DIR (default: .cache)
+bench: $(SETUP) ## Store and load speed on the storage of DIR, and the options that suit it (default: .cache)
 	@mkdir -p .cache
 	@'$(PY)' -m fskv_tools bench $(ARGS) '$(DIR)'
+
+bench-replay: $(SETUP) ## Hits of a trace on a real root beside the simulated ones: ARGS='TRACE --speed 5' (minutes)
+	@mkdir -p .cache
+	@'$(PY)' -m benchmarks.replay $(ARGS) --dir '$(DIR)'
 
 bench-interpreter: $(SETUP) ## What a Python loop keeps of its rate beside 1,000 chunks a second
 	@'$(PY)' -m benchmarks.interpreter $(ARGS)

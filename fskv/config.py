@@ -154,8 +154,8 @@ class StoreConfig:
         "auto, host, gds",
         "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
         "(GPUDirect Storage); where that does not work, or `store` is `false`, the log says why, and it is "
-        "`host`. `auto`: `host`. `fskv bench` measures both on a GPU and says which to write.",
-        "`fskv bench` measured GDS to be faster.",
+        "`host`. `auto`: `host`. `fskv bench --cuda` measures both and says which to write.",
+        "`fskv bench --cuda` measured GDS to be faster.",
     )
     fsync: bool = option(
         False,

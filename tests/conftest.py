@@ -59,7 +59,6 @@ LONG = (
     "tools/test_cli.py",
     "meta/test_storm.py",
     "meta/test_fuzz.py",
-    "tools/test_replay.py",
     "tools/test_top.py",
 )
 

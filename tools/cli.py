@@ -1,7 +1,7 @@
 """The `fskv` command: which commands there are, and how each of them ends.
 
 A command's module is imported when the command is used, so that a start costs what that command needs:
-`fskv version` imports neither numpy nor rich, and nothing but `bench` imports torch.
+`fskv version` imports neither numpy nor rich, and nothing but `bench --cuda` imports torch.
 
 Results go to stdout, everything else to stderr. No traceback reaches the user for what a disk or an argument
 can do: `tools.exits` has the exceptions and the exit codes.
@@ -66,8 +66,8 @@ COMMANDS = (
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),
     Entry("plan", MEASURE, "Plan chunks, disk and load time from a model's config.json."),
-    Entry("bench", MEASURE, "Measure store, load and lookup on the storage of a directory."),
-    Entry("replay", MEASURE, "Replay a request trace: how much would hit?"),
+    Entry("bench", MEASURE, "Measure a mount: how fast is it, and which options suit it?"),
+    Entry("replay", MEASURE, "Replay a request trace: how much would hit at which size?"),
     Entry("version", SELF, "Print the versions of fskv and of its files."),
     Entry("completion", SELF, "Print the completion script of a shell."),
 )

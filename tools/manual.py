@@ -27,8 +27,8 @@ from .exits import MEANINGS
 
 _HEAD = """# The command line
 
-`fskv` looks into a cache root from any machine that mounts it. It needs neither vLLM nor torch nor a GPU
-(`bench` needs torch). This page is written by `python -m fskv_tools.manual`.
+`fskv` looks into a cache root from any machine that mounts it. It needs neither vLLM nor torch nor a GPU.
+This page is written by `python -m fskv_tools.manual`.
 
 - `--root DIR` or the environment variable `FSKV_ROOT` says which root.
 - Results go to stdout; progress, warnings and questions to stderr. Progress and colour only on a terminal.
@@ -37,10 +37,10 @@ _HEAD = """# The command line
   Of a chunk's name it takes three digits at least.
 - With `--json` every line is a JSON object with a `type`, and the last one is the summary. Sizes are integers
   of bytes, times RFC 3339 in UTC, names are never shortened; where a name is no UTF-8, lone surrogates stand
-  for its bytes. New fields may come; none changes its meaning. `bench --json` prints a list instead.
+  for its bytes. New fields may come; none changes its meaning.
 - What deletes shows a plan first and asks. `--dry-run` stops after the plan, `--yes` does not ask; without a
   terminal and without `--yes` it refuses. Ctrl-C is safe at any moment, and ends with 130; a second one ends
-  at once what the first one still finishes (`bench` and `replay`: after 15 s).
+  at once what the first one still finishes.
 - `fskv --version` says what `fskv version` says. The shell script of `fskv completion` completes names, too.
 """
 

@@ -60,6 +60,17 @@ def root_option(text: str) -> Any:
 
 
 RootOption = Annotated[str, root_option("The cache root.")]
+BYTES_PER_TOKEN = (
+    131072  # Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes
+)
+BytesPerTokenOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=1 << 30,
+        help="KV of one token, as `fskv plan` says it of a model. The default is Llama-3-8B's.",
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON lines, the last one a summary.")
 ]

@@ -1,6 +1,6 @@
 """Anything in any file of a root, under running maintenance processes: do stores go on, within the bound?
 
-Two engines without vLLM (those of `fskv replay`) store and load in one root with a bound, each with its
+Two engines without a model (benchmarks.replay_engine) store and load in one root with a bound, each with its
 maintenance process (trials.fuzz_process: the real one with shorter times). Round after round files are
 replaced: all of `.fskv-maintenance/`, snapshots, manifests, chunk names, a health file. Contents are changed
 by their structure or are random bytes; links, FIFOs, sockets, directories, sparse and unreadable files come
@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from fskv_tools.replay import engine as replay
-
+from benchmarks import replay_engine
 from benchmarks.options import positive_float
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import work_directory
@@ -63,7 +62,7 @@ _DEAD_NAMESPACES = 12
 class _Engine:
     """One engine and what it was asked to do."""
 
-    engine: replay.Engine
+    engine: replay_engine.Engine
     next_id: int = 0
     hits: int = 0
     stored: int = 0
@@ -84,7 +83,7 @@ class _Engine:
         ids = tuple(range(self.next_id, self.next_id + count))
         self.next_id += count
         for wanted in (ids, ids):
-            done = self.engine.handle(replay.Request(0.0, wanted))
+            done = self.engine.handle(wanted)
             self.stored += done.stored
             self.hits += done.hits
             self.wrong += done.wrong_nbytes
@@ -152,21 +151,14 @@ class Fuzz:
             for owner, name, value in (
                 (subprocess, "Popen", start),
                 (client, "_RESTART_S", 0.5),
-                (replay, "PATIENCE_S", self._limit_s),
+                (replay_engine, "PATIENCE_S", self._limit_s),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             for number in range(2):
-                spec = replay.EngineSpec(
-                    root=self._root,
-                    trace_digest=bytes([number]) * 32,
-                    block_nbytes=_BLOCK_NBYTES,
-                    max_nbytes=_MAX_NBYTES,
-                    keep_free_nbytes=0,
-                    io_threads=2,
-                    direct_io="off",
-                    speed=None,
+                engine = replay_engine.Engine(
+                    self._root, f"fuzz-{number}", _BLOCK_NBYTES, max_nbytes=_MAX_NBYTES
                 )
-                one = _Engine(replay.Engine(spec))
+                one = _Engine(engine)
                 stack.callback(one.engine.close)
                 self.engines.append(one)
             self._health = health_file.HealthFile(
@@ -209,7 +201,7 @@ class Fuzz:
         for number, one in enumerate(self.engines):
             try:
                 one.store(self._rng.randrange(1, 8))
-            except replay.ReplayError as error:
+            except replay_engine.ReplayError as error:
                 state = f"up {one.capacity.up}, paused {one.capacity.paused}, {one.capacity.state}"
                 self.problems.append(f"round {self.rounds}: engine {number}: {error}; {state}")
                 self._ask_what_they_do()

@@ -40,13 +40,11 @@ def _copies(*, quick: bool) -> list[Step]:
 
 
 def _rates(*, quick: bool) -> list[Step]:
-    sizes = {"chunk-kib": "2048", "page-kib": "8,64,512", "threads": "1,4,16", "rounds": "3"}
-    sizes["total-mib"] = "512"
+    sizes = {"chunk-kib": "2048", "threads": "1,4,16", "rounds": "3", "total-mib": "512"}
     if quick:
-        sizes = {"chunk-kib": "512", "page-kib": "64", "threads": "2", "rounds": "1"}
-        sizes["total-mib"] = "1"
+        sizes = {"chunk-kib": "512", "threads": "2", "rounds": "1", "total-mib": "1"}
     words = tuple(word for name, value in sizes.items() for word in (f"--{name}", value))
-    bench = ("tools", "bench", "{dir}", "--device", "cuda", "--json", *words)
+    bench = ("tools", "bench", "{dir}", "--cuda", "--json", *words)
     found = []
     for name, side in (
         ("nothing", "no"),
@@ -75,16 +73,10 @@ def bench_figures(found: list[Any]) -> Figures:
     """Return the best rates of `fskv bench --json`, by number of threads, and what stands beside them."""
     figures: Figures = {}
     for part in found:
-        if isinstance(part, dict):
+        if "type" not in part:
             figures |= part
-            continue
-        for row in part:
-            if row["op"] not in ("store", "load"):
-                continue
-            name = f"{row['op']}, {row['path']}, {row['page_nbytes'] >> 10} KiB pages"
-            if row["error"]:
-                figures[f"{name}, {row['threads']} threads"] = row["error"]
-            else:
-                rate = row["gb_per_s"]["median"]
-                figures[f"{name}, GB/s"] = max(rate, figures.get(f"{name}, GB/s", 0.0))
+        elif part["type"] == "rates":
+            for op in ("store", "load"):
+                name = f"{op}, {part['transport']} {part['mode']}, GB/s"
+                figures[name] = max(part[op]["median"], figures.get(name, 0.0))
     return figures

@@ -67,7 +67,7 @@ def test_what_a_document_names_exists(document):
         (check_paths, "ARGS='tests/adapter'", "ARGS='tests/adaptor'"),
         (check_paths, "`.ci/wheel`", "`.ci/wheels`"),
         (check_paths, "tests/unit/test_native.py tests", "tests/unit/test_natives.py tests"),
-        (check_commands, "`fskv replay`", "`fskv play`"),
+        (check_commands, "`fskv prune --watch`", "`fskv trim --watch`"),
         (check_options, "`fskv prune --watch`", "`fskv prune --see`"),
     ],
 )
@@ -262,15 +262,10 @@ def test_the_files_of_this_tree_that_belong_into_a_wheel_are_found(wheel):
 
 
 def test_a_wheel_whose_extension_is_not_used_or_whose_chunks_are_not_loaded_is_found(wheel):
-    good = {"stored_files": 2, "loaded_files": 2, "wrong_bytes": 0, "failures": {}}
-    assert wheel.wrong_replay(good) == []
-    for bad in (
-        {"loaded_files": 0},
-        {"stored_files": 0},
-        {"wrong_bytes": 1},
-        {"failures": {"absent": 1}},
-    ):
-        assert len(wheel.wrong_replay({**good, **bad})) == 1
+    good = {"stored": 2, "loaded": 2, "same": True}
+    assert wheel.wrong_engine(good) == []
+    for bad in ({"loaded": 0}, {"stored": 0}, {"same": False}):
+        assert len(wheel.wrong_engine({**good, **bad})) == 1
     version = {"version": "1.0.0", "native": True}
     assert wheel.wrong_version(version, "1.0.0", native=True) == []
     assert len(wheel.wrong_version(version, "1.0.1", native=False)) == 2

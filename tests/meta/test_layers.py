@@ -69,10 +69,10 @@ HOMES = {
         *("fskv.format.chunk_file", "fskv.format.integrity", "fskv.namespace"),
         *("fskv.index.", "tools.block_hashes"),
     ),
-    # bench: the command that measures the data path with real tensors.
+    # bench --cuda: KV pages on a GPU
     "torch": (
         *("fskv.gds_io", "fskv.transports.", "fskv.offload.mover"),
-        *("fskv.engines.", "tools.bench.store"),
+        *("fskv.engines.", "tools.bench.store", "tools.commands.bench"),
     ),
     "triton": ("fskv.transports.",),
     "numpy": (
@@ -84,6 +84,7 @@ HOMES = {
         "fskv.bounds.evict",
         "tools.report.",
         "tools.pruning",
+        "tools.bench.store",
     ),
     "aiofiles": ("fskv.index.", "fskv.bounds.evict"),
     "typer": ("tools.",),
@@ -94,7 +95,7 @@ HOMES = {
         "fskv.engines.prometheus",
     ),
     # replay --plot
-    "matplotlib": ("tools.replay.report",),
+    "matplotlib": ("tools.replay.plot",),
     # explain --prompt
     "tokenizers": ("tools.explain.text",),
     # export --zstd

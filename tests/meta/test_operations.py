@@ -119,7 +119,6 @@ def test_the_commands_of_each_section_do_what_the_page_says(title, hostile, plac
             pytest.importorskip("tokenizers")
             make_tokenizer(pathlib.Path(words["/models/MODEL"]))
         if arguments[0] == "bench":
-            pytest.importorskip("torch")
             arguments += [
                 "--total-mib",
                 "1",

@@ -248,7 +248,7 @@ def test_the_reader_of_the_output_may_go_away(lab, num_chunks):
 def test_ctrl_c_is_exit_130_and_one_word(lab):
     fifo = f"{lab.path}-trace"
     os.mkfifo(fifo)
-    words = [sys.executable, "-m", "fskv_tools", "replay", fifo, "--root", f"{lab.path}-new"]
+    words = [sys.executable, "-m", "fskv_tools", "replay", fifo]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     with open(fifo, "w"):  # it is at work: it has opened its input
         wait_for(

@@ -228,7 +228,7 @@ NASTY = [
         "$(x)",
     ),
 ]
-FUZZED = sorted({entry.name for entry in cli.COMMANDS} - {"bench", "replay", "completion"})
+FUZZED = sorted({entry.name for entry in cli.COMMANDS} - {"bench", "completion"})
 
 
 def option_names(name):
@@ -240,7 +240,8 @@ def option_names(name):
         if one.is_option
         for declared in one.names
         # A daemon; a file that is to be made anywhere; a server.
-        if declared not in ("--watch", "--output", "-o", "--html", "--metrics", "--root", "--to")
+        if declared
+        not in ("--watch", "--output", "-o", "--html", "--metrics", "--root", "--to", "--plot")
     ]
 
 

@@ -1,1 +1,1 @@
-"""What `fskv bench` measures, who takes part, and what comes out."""
+"""The speed of fskv on a mount, and the options that suit it: what `fskv bench` measures."""

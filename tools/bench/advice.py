@@ -1,117 +1,109 @@
-"""One paragraph of advice from the rows of a bench: pure arithmetic on medians.
+"""Advice from the rates of a bench: which options suit this mount. Pure.
 
-Cold loads decide, because somebody waits for them; stores run in the background. Among settings within
-5 % of the best the cheapest is advised: fewer threads first, then smaller chunks. What is smaller than that
-is noise.
+Cold loads decide, because somebody waits for them; stores run in the background. Among settings within 5 % of
+the best the cheapest is advised: past the page cache, fewer threads, smaller chunks. Smaller
+differences are noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from fskv.config import StoreConfig
 from fskv.data_path.depth import wanted_threads
-from fskv.format.chunk_file import ALIGNMENT
 
-from .row import BUFFERED, O_DIRECT, Row
+from .store import O_DIRECT, Rates, file_layout
 
 NEAR = 0.95
-# Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes.
-BYTES_PER_TOKEN = 131072
-_NO_GDS = "GDS was not measured: that needs KV pages on a GPU (--device cuda) and kvikio."
+BYTES_PER_TOKEN = (
+    131072  # Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes
+)
+_SPARE = 2  # of a deadline, beyond the slowest load that was seen
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The settings to use here; the rates are medians in GB/s (1e9 bytes a second)."""
+class Advice(NamedTuple):
+    """A value for an option of the engine, and the reason."""
 
-    path: str
-    threads: int
-    chunk_nbytes: int
-    page_nbytes: int
-    load_gb_per_s: float
-    store_gb_per_s: float | None
-    other_path: str | None  # the best of the other mode, where both were measured
-    other_load_gb_per_s: float | None
-    tokens_per_s: float
-    gds: bool  # measured too
+    option: str
+    value: str
+    why: str
 
 
-def break_even(gb_per_s: float, bytes_per_token: int) -> float:
+def best_of(found: Sequence[Rates]) -> Rates:
+    """Return the cheapest setting that is near the fastest load."""
+    near = NEAR * max(_rate(one) for one in found)
+    return min(
+        (one for one in found if _rate(one) >= near),
+        key=lambda one: (one.mode != O_DIRECT, one.threads, one.chunk_nbytes, -_rate(one)),
+    )
+
+
+def break_even(best: Rates, bytes_per_token: int) -> float:
     """Return the tokens/s that loading delivers: a prefill slower than this loses to loading."""
-    return gb_per_s * 1e9 / bytes_per_token
+    return _rate(best) * 1e9 / bytes_per_token
 
 
-def advise(rows: Sequence[Row], bytes_per_token: int) -> Advice | None:
-    """Choose among fskv's verified cold loads; None where there is none."""
-    loads = [(row, row.gb_per_s.median) for row in rows if _counts(row, "load") and row.gb_per_s]
-    if not loads:
-        return None
-    best = max(rate for _, rate in loads)
-    near = [(row, rate) for row, rate in loads if rate >= NEAR * best]
-    # O_DIRECT on a tie: it leaves the page cache to others.
-    row, rate = min(
-        near, key=lambda at: (at[0].mode != O_DIRECT, at[0].threads, at[0].chunk_nbytes, -at[1])
-    )
-    stores = {_setting(r): r.gb_per_s.median for r in rows if _counts(r, "store") and r.gb_per_s}
-    others = [(r, other) for r, other in loads if r.path != row.path]
-    other, other_rate = max(others, key=lambda at: at[1]) if others else (None, None)
-    return Advice(
-        path=row.path,
-        threads=row.threads,
-        chunk_nbytes=row.chunk_nbytes,
-        page_nbytes=row.page_nbytes,
-        load_gb_per_s=rate,
-        store_gb_per_s=stores.get(_setting(row)),
-        other_path=other.path if other else None,
-        other_load_gb_per_s=other_rate,
-        tokens_per_s=break_even(rate, bytes_per_token),
-        gds=any(row.path.startswith("gds") for row, _ in loads),
-    )
+def advise(found: Sequence[Rates], answer_s: float | None, bytes_per_token: int) -> list[Advice]:
+    """Return what to write into the engine's options; `answer_s` as fskv.data_path.depth measures it.
+
+    There is nothing to say of an option of which one value was measured, but for the deadline.
+    """
+    best = best_of(found)
+    tokens = max(1, round(best.chunk_nbytes / bytes_per_token))
+    alike = [one for one in found if _but_threads(one) == _but_threads(best)]
+    direct_io = "auto" if best.mode == O_DIRECT else "off"
+    advice = [
+        Advice("transport", best.transport, _told(found, lambda one: one.transport)),
+        Advice("direct_io", direct_io, _told(found, lambda one: one.mode)),
+        Advice("io_threads", *_io_threads(alike, best, answer_s)),
+        Advice(
+            "hybrid_chunk_size",
+            f"about {tokens} tokens",
+            _told(found, lambda one: f"{one.chunk_nbytes >> 10} KiB"),
+        ),
+        Advice("load_deadline_s", *_deadline(best)),
+    ]
+    return [one for one in advice if one.why]
 
 
-def paragraph(advice: Advice | None, bytes_per_token: int) -> str:
-    """Say it in words."""
-    if advice is None:
-        return "No advice: no load was verified."
-    mode, option = (O_DIRECT, "auto") if advice.path.endswith(O_DIRECT) else (BUFFERED, "off")
-    threads = f"{advice.threads} I/O thread{'s' * (advice.threads > 1)}"
-    tokens = max(1, round(advice.chunk_nbytes / bytes_per_token))
-    store = f", stored at {advice.store_gb_per_s:.2f}" if advice.store_gb_per_s else ""
-    other = (
-        f" {advice.other_path} gave {advice.other_load_gb_per_s:.2f} at best."
-        if advice.other_path
-        else ""
-    )
-    return (
-        f'Advice: transport {advice.path.split()[0]}, {mode} (direct_io "{option}"), {threads} '
-        f"(io_threads {advice.threads}), chunks of {advice.chunk_nbytes >> 10} KiB (about {tokens} "
-        f"tokens in all KV groups; hybrid_chunk_size, a multiple of the engine's block size): "
-        f"loaded cold at {advice.load_gb_per_s:.2f} GB/s{store}, "
-        f"the best here or within {1 - NEAR:.0%} of it.{other} "
-        f"With {bytes_per_token} bytes of KV per token that is {advice.tokens_per_s:,.0f} tokens/s: "
-        f"where the model prefills slower than this, loading from this storage beats recomputing. "
-        f"{'' if advice.gds else _NO_GDS}"
-    ).rstrip()
-
-
-def auto_threads(advice: Advice | None, answer_s: float | None) -> str:
-    """Say what an engine takes that is not told a number; `answer_s` as fskv.data_path.depth measures it."""
-    if advice is None:
-        return ""
-    said = "the mount could not be asked"
-    if answer_s is not None:
-        said = f"a file opens and is read in {answer_s * 1e3:.1f} ms"
+def _io_threads(alike: Sequence[Rates], best: Rates, answer_s: float | None) -> tuple[str, str]:
+    """Advise `auto` unless the measured number that is nearest to what it takes is clearly slower."""
     config = StoreConfig(root="/")  # with the defaults
-    num_slots = config.staging_bytes // (advice.chunk_nbytes + ALIGNMENT)
-    threads = config.num_io_threads(num_slots, wanted_threads(answer_s, advice.chunk_nbytes))
-    return f'io_threads "auto" would be {threads} with such chunks: {said}.'
+    file_nbytes = file_layout(best.chunk_nbytes).file_nbytes
+    wanted = wanted_threads(answer_s, file_nbytes)
+    auto = config.num_io_threads(config.staging_bytes // file_nbytes, wanted)
+    nearest = min(alike, key=lambda one: abs(one.threads - auto))
+    is_good = _rate(nearest) >= NEAR * max(map(_rate, alike))
+    told = _told(alike, lambda one: f"{one.threads} threads")
+    return "auto" if is_good else str(best.threads), told and f"{told}; auto would be {auto}"
 
 
-def _counts(row: Row, op: str) -> bool:
-    return row.op == op and row.verified and not row.is_peer
+def _deadline(best: Rates) -> tuple[str, str]:
+    """Advise the default unless the slowest round would have come near it."""
+    deadline = StoreConfig(root="/").deadline
+    nbytes = best.num_chunks * best.chunk_nbytes
+    slowest_s = nbytes / 1e9 / best.load["min"]
+    allowed_s = deadline.for_nbytes(nbytes)
+    longer = _SPARE * slowest_s / allowed_s
+    value = deadline.base_s if longer <= 1 else math.ceil(deadline.base_s * longer)
+    why = f"{nbytes >> 20} MiB took {slowest_s:.2f} s at most; {allowed_s:.1f} s are allowed"
+    return f"{value:g}", why
 
 
-def _setting(row: Row) -> tuple[str, int, int, int]:
-    return row.path, row.threads, row.chunk_nbytes, row.page_nbytes
+def _told(found: Sequence[Rates], key: Callable[[Rates], Hashable]) -> str:
+    """Return the fastest load for each value of a key, in words; nothing of one value."""
+    fastest: dict[Hashable, float] = {}
+    for one in found:
+        fastest[key(one)] = max(_rate(one), fastest.get(key(one), 0.0))
+    told = ", ".join(f"{name} {rate:.2f}" for name, rate in fastest.items())
+    return f"loads in GB/s: {told}" if len(fastest) > 1 else ""
+
+
+def _rate(one: Rates) -> float:
+    return one.load["median"]
+
+
+def _but_threads(one: Rates) -> tuple[str, str, int]:
+    return one.transport, one.mode, one.chunk_nbytes

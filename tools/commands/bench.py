@@ -1,96 +1,119 @@
-"""`fskv bench`: its options, and how the rows are printed. The work is done in `bench.measure`."""
+"""`fskv bench`: how fast fskv is on a mount, and which options suit it."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fskv.errors import FskvError
+from ..exits import UsageError
+from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
+from ..terminal import emit, new_table, plain, print_table
 
-from ..bench.advice import BYTES_PER_TOKEN
-from ..terminal import say, stderr
+_SPREAD = "object with `median`, `min` and `max` over the rounds"
+LINES = {
+    "rates": {
+        "transport": "host or gds",
+        "mode": "O_DIRECT or buffered",
+        "threads": "I/O threads",
+        "chunk_nbytes": "bytes of KV in a chunk file",
+        "num_chunks": "chunks of a round",
+        "store": f"10^9 bytes of KV a second: {_SPREAD}",
+        "load": "the same of loads that the page cache does not serve",
+    },
+    "advice": {"option": "of the engine", "value": "what suits this mount", "why": "text"},
+    "summary": {
+        "answer_s": "seconds until a file is open and its first page read, or null",
+        "lookups": f"answers a second about chunks of which half are there: {_SPREAD}",
+        "load": "10^9 bytes a second with the advised options",
+        "tokens_per_s": "the same in tokens: a slower prefill loses to loading",
+    },
+}
 
 
 def command(
     directory: Annotated[
-        str, typer.Argument(metavar="DIRECTORY", help="A directory on the storage to measure.")
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", help="A directory on the storage to measure.", show_default=False
+        ),
     ],
-    chunk_kib: Annotated[str, typer.Option(help="Chunk sizes in KiB.")] = "512,2048,8192",
-    page_kib: Annotated[str, typer.Option(help="Page sizes in KiB.")] = "64",
-    threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,8",
+    chunk_kib: Annotated[str, typer.Option(help="Sizes of chunk files in KiB.")] = "512,2048,8192",
+    threads: Annotated[str, typer.Option(help="Numbers of I/O threads.")] = "1,4,8,16",
     rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; the median is shown.")] = 3,
-    total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round and size.")] = 64,
-    bytes_per_token: Annotated[
-        int, typer.Option(min=1, help="KV of one token, for the advice. Default: Llama-3-8B's.")
-    ] = BYTES_PER_TOKEN,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Measure fio and vLLM's fs_io_C too, in turns.")
+    total_mib: Annotated[int, typer.Option(min=1, help="KV bytes per round, in MiB.")] = 64,
+    bytes_per_token: BytesPerTokenOption = BYTES_PER_TOKEN,
+    cuda: Annotated[
+        bool,
+        typer.Option("--cuda", help="Have the KV on a GPU, and measure GDS too (needs torch)."),
     ] = False,
-    device: Annotated[
-        str, typer.Option(help="Where the KV pages are: auto, cpu or cuda.")
-    ] = "auto",
-    direct_io: Annotated[
-        str, typer.Option(help="O_DIRECT: on, off, or auto for both where it works.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of rows.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure store, load and lookup through the real store: verified bytes only, scattered pages.
+    """Measure store, load and lookup on the storage of a directory, and say which options suit it.
 
-    It takes about a minute; for numbers to publish give --rounds 7 --total-mib 256, some minutes. Writes into
-    a directory of its own below DIRECTORY and removes it, also after Ctrl-C, SIGTERM and SIGHUP. Exit code 1
-    if something of fskv's failed or was wrong.
+    Chunk files come and go as in an engine, and every byte that was loaded is compared. It takes about a
+    minute. It writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C. Exit
+    code 1 if something could not be stored or loaded, or was wrong.
     """
-    from ..bench import advice as bench_advice
-    from ..bench import table as bench_table
+    # Not before: without the C extension these cannot be imported.
+    from ..bench.advice import advise, best_of, break_even
     from ..bench.measure import Settings, parse_numbers, run_bench
-    from ..bench.workspace import Stopped, StopSignals
 
-    try:
-        with StopSignals() as stop:
-            settings = Settings(
-                directory=os.path.abspath(directory) if directory else "",
-                chunk_sizes=parse_numbers("--chunk-kib", chunk_kib, 1 << 10),
-                page_sizes=parse_numbers("--page-kib", page_kib, 1 << 10),
-                threads=parse_numbers("--threads", threads),
-                rounds=rounds,
-                total_nbytes=total_mib << 20,
-                device=device,
-                direct_io=direct_io,
-                peers=peers,
-            )
-            rows = run_bench(settings, console=stderr(), stop=stop, say=say)
-            answer_s = _answer_s(settings.directory, direct=direct_io != "off")
-    except Stopped as stopped:
-        say("fskv bench: stopped")
-        raise typer.Exit(128 + stopped.signum) from None
-    except (FskvError, OSError, ValueError, MemoryError) as error:
-        say(f"fskv bench: {error}")
-        raise typer.Exit(2) from None
-    found = bench_advice.advise(rows, bytes_per_token)
-    advice = bench_advice.paragraph(found, bytes_per_token)
-    if auto := bench_advice.auto_threads(found, answer_s):
-        advice = f"{advice}\n{auto}"
+    if cuda:
+        _check_cuda()
+    found = run_bench(
+        Settings(
+            directory=os.path.abspath(directory) if directory else "",
+            chunk_sizes=parse_numbers("--chunk-kib", chunk_kib, 1 << 10),
+            threads=parse_numbers("--threads", threads),
+            rounds=rounds,
+            total_nbytes=total_mib << 20,
+            on_cuda=cuda,
+        )
+    )
+    advice = advise(found.rates, found.answer_s, bytes_per_token)
+    best = best_of(found.rates)
+    tokens_per_s = break_even(best, bytes_per_token)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows]))
-        say(advice)
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(bench_table.table(rows))
-        for sentence in bench_table.errors(rows):
-            typer.echo(sentence)
-        typer.echo(advice)
-    raise typer.Exit(1 if any(row.error and not row.is_peer for row in rows) else 0)
+        for rates in found.rates:
+            emit("rates", **asdict(rates))
+        for line in advice:
+            emit("advice", **line._asdict())
+        emit(
+            "summary",
+            answer_s=found.answer_s,
+            lookups=found.lookups,
+            load=best.load["median"],
+            tokens_per_s=tokens_per_s,
+        )
+        return
+    numbers = ("KiB", "THREADS", "STORE GB/s", "LOAD GB/s")
+    table = new_table("PATH", *numbers, right=numbers)
+    for one in found.rates:
+        cells = [str(one.chunk_nbytes >> 10), str(one.threads), _shown(one.store), _shown(one.load)]
+        table.add_row(f"{one.transport} {one.mode}", *cells)
+    print_table(table)
+    print(f"\nLookups: {found.lookups['median']:,.0f} chunks/s\n")
+    table = new_table("OPTION", "HERE", "WHY")
+    for line in advice:
+        table.add_row(line.option, line.value, plain(line.why))
+    print_table(table)
+    print(
+        f"\nLoading gives {tokens_per_s:,.0f} tokens/s at {bytes_per_token} bytes of KV a token: "
+        "it beats a prefill that is slower."
+    )
 
 
-def _answer_s(directory: str, *, direct: bool) -> float | None:
-    import tempfile
+def _shown(rate: dict[str, float]) -> str:
+    return f"{rate['median']:.2f} [{rate['min']:.2f} - {rate['max']:.2f}]"
 
-    from fskv.data_path.depth import measure_answer_s
 
-    with tempfile.TemporaryDirectory(dir=directory, prefix="fskv-bench-") as own:
-        return measure_answer_s(own, 0o600, direct=direct)
+def _check_cuda() -> None:
+    try:
+        import torch
+    except ImportError:
+        raise UsageError("--cuda: torch is not installed") from None
+    if not torch.cuda.is_available():
+        raise UsageError("--cuda: torch sees no CUDA device")

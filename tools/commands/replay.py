@@ -1,151 +1,138 @@
-"""`fskv replay`: its options, and how what it finds is printed. The work is done in `replay.run`."""
+"""`fskv replay`: how much of a request trace would hit at which size of the root."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fskv.errors import FskvError
+from ..exits import UsageError
+from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
+from ..replay import curve
+from ..replay import plot as replay_plot
+from ..replay.curve import Point
+from ..replay.trace import TOKENS_PER_BLOCK, TraceError, read_trace
+from ..terminal import emit, iec, many, new_table, print_table, progress, say, size_option
 
-from ..replay.trace import TOKENS_PER_BLOCK
-from ..terminal import say, stderr
+LINES = {
+    "size": {
+        "nbytes": "size of the root, its `max_bytes`; null: no bound",
+        "hit_blocks": "blocks of the trace that would hit",
+        "hit_ratio": "the same by all blocks of the trace",
+        "of_best": "the same by what would hit without a bound",
+        "written_nbytes": "bytes of blocks that would be written",
+    },
+    "summary": {
+        "requests": "of the trace, or `--limit`",
+        "blocks": "in their prompts, of 512 tokens",
+        "distinct_blocks": "that differ",
+        "bytes_per_token": "as given",
+        "distinct_nbytes": "bytes of the blocks that differ",
+    },
+}
 
-_DEFAULT_BLOCK_NBYTES = 4096
+_BAR_CELLS = 30
 
 
 def command(
     trace: Annotated[
-        str, typer.Argument(metavar="TRACE", help="A trace in the Mooncake JSONL format.")
-    ],
-    root: Annotated[
-        str, typer.Option(help="An empty or new directory on the storage; see also --keep.")
-    ],
-    block_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 30, help="KV bytes of a block, 512 tokens. Default: 4096."),
-    ] = None,
-    bytes_per_token: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 21, help="The same, by token: 131072 for Llama-3-8B."),
-    ] = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(help="Bound of the root: blocks (10000) or a size (80MiB). Default: none."),
-    ] = None,
-    keep_free: Annotated[
-        str | None, typer.Option(help="Keep this much of the file system free, such as 10GiB.")
-    ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, max=64, help="Engines that share the root, a process each.")
-    ] = 1,
-    concurrent: Annotated[
-        bool,
-        typer.Option(
-            "--concurrent", help="Let engines overlap; the ratios are comparable only without."
+        str,
+        typer.Argument(
+            metavar="TRACE", help="A trace in the Mooncake JSONL format.", show_default=False
         ),
-    ] = False,
-    speed: Annotated[
-        float | None,
-        typer.Option(help="Seconds of the trace per second. Default: as fast as it goes."),
+    ],
+    bytes_per_token: BytesPerTokenOption = BYTES_PER_TOKEN,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Sizes of the root, such as 100GiB,1TiB. Default: powers of two that matter here.",
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first requests of the trace.")
     ] = None,
-    io_threads: Annotated[int, typer.Option(min=1, max=64, help="I/O threads per engine.")] = 4,
-    direct_io: Annotated[
-        str, typer.Option(help="O_DIRECT: on, off, or auto for where it works.")
-    ] = "off",
-    sample_interval: Annotated[
-        float, typer.Option(min=0.01, help="Seconds between two walks over the root.")
-    ] = 1.0,
-    intervals: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Parts of the trace, for --json and --plot.")
-    ] = 100,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Remove nothing at the end, and go on in the root of an earlier replay; never in an "
-            "engine's: a replay prunes.",
-        ),
-    ] = False,
     plot: Annotated[
         str | None,
-        typer.Option(help="Draw hit ratio over time and capacity to this file (needs matplotlib)."),
+        typer.Option(
+            metavar="FILE", help="Draw the curve to this .svg or .png, too (needs matplotlib)."
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON lines, the last one a summary.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Replay a request trace through presence, store and pruning on a real directory.
+    """Say how much of a request trace would hit at which size of the root.
 
-    Compares the hit ratio with that of an unlimited cache and of an exact LRU cache of the same capacity.
-    Every loaded byte is compared with what it must be. Exit code 1 if one was wrong, or if the bound did
-    not hold.
+    It simulates a root for each size and writes nothing. Pruning follows fskv's rules: what was used least
+    recently goes first, of a prompt its end before its beginning, until 3 % of the size are free. The root
+    starts empty, requests come one after the other, and all stores are in time.
 
-    At full speed requests follow each other without a pause, but no engine believes what it knew about the
-    disk in an earlier request: its clock jumps ahead with each, further than any answer lives. With --speed
-    requests begin at their times, divided by the speed, and the lifetimes of answers shrink with it.
+    A trace has a JSON object on each line: `timestamp` in ms, and `hash_ids` with a chained hash for each
+    block of 512 tokens of the prompt. Other fields are ignored.
     """
-    from ..bench.workspace import Stopped, StopSignals
-    from ..replay import report as replay_report
-    from ..replay.engine import ReplayError
-    from ..replay.run import Settings, run_replay
-
-    told: list[replay_report.Interval] = []
-
-    def emit(interval: replay_report.Interval) -> None:
-        told.append(interval)
-        if as_json:
-            typer.echo(json.dumps(replay_report.interval_line(interval)))
-
+    if plot is not None:
+        replay_plot.check(plot)
+    named = sorted({size_option("--sizes", part) for part in sizes.split(",")}) if sizes else []
     try:
-        if plot is not None:
-            replay_report.check_plot(plot)
-        settings = Settings(
-            trace=trace,
-            root=root,
-            block_nbytes=_block_nbytes(block_bytes, bytes_per_token),
-            capacity=capacity,
-            keep_free=keep_free,
-            processes=processes,
-            concurrent=concurrent,
-            speed=speed,
-            limit=limit,
-            io_threads=io_threads,
-            direct_io=direct_io,
-            sample_interval_s=sample_interval,
-            intervals=intervals,
-            keep=keep,
+        requests = read_trace(trace, limit)
+    except TraceError as error:
+        raise UsageError(str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{trace}: {reason}") from None
+    num_blocks = sum(len(request.hash_ids) for request in requests)
+    if not num_blocks:
+        raise UsageError(f"{trace}: found no block in any request, expected some in 'hash_ids'")
+
+    block_nbytes = TOKENS_PER_BLOCK * bytes_per_token
+    best = curve.simulate(requests, block_nbytes)
+    distinct_nbytes = best.written * block_nbytes
+    tried = named or curve.usual_sizes(distinct_nbytes)
+    with progress() as drawn:
+        tracked = drawn.track(tried, description="sizes")
+        points = [curve.simulate(requests, block_nbytes, nbytes) for nbytes in tracked]
+    if plot is not None:
+        replay_plot.draw(plot, points, best, num_blocks, os.path.basename(trace))
+        say(f"{plot}: drawn")
+    if not as_json:
+        _print(points, best, num_blocks, block_nbytes)
+        print(
+            f"\n{many(len(requests), 'request')} with {many(num_blocks, 'block')}, of which "
+            f"{best.written:,} differ: {iec(distinct_nbytes)} at {bytes_per_token} bytes a token"
         )
-        with StopSignals() as stop:
-            summary, requests = run_replay(
-                settings, console=stderr(), stop=stop, say=say, emit=emit
-            )
-        if plot is not None:
-            replay_report.plot(plot, summary, told, requests)
-    except Stopped as stopped:
-        say("fskv replay: stopped")
-        raise typer.Exit(128 + stopped.signum) from None
-    except (FskvError, ReplayError, OSError, ValueError, MemoryError) as error:
-        say(f"fskv replay: {error}")
-        raise typer.Exit(2) from None
-    if as_json:
-        typer.echo(json.dumps(replay_report.summary_line(summary)))
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(replay_report.table(summary))
-    for problem in summary.problems:
-        say(f"fskv replay: {problem}")
-    raise typer.Exit(1 if summary.problems else 0)
+        return
+    for point in [*points, best]:
+        emit(
+            "size",
+            nbytes=point.nbytes,
+            hit_blocks=point.hits,
+            hit_ratio=point.hits / num_blocks,
+            of_best=point.hits / best.hits if best.hits else None,
+            written_nbytes=point.written * block_nbytes,
+        )
+    emit(
+        "summary",
+        requests=len(requests),
+        blocks=num_blocks,
+        distinct_blocks=best.written,
+        bytes_per_token=bytes_per_token,
+        distinct_nbytes=distinct_nbytes,
+    )
 
 
-def _block_nbytes(block_bytes: int | None, bytes_per_token: int | None) -> int:
-    if block_bytes is None and bytes_per_token is None:
-        return _DEFAULT_BLOCK_NBYTES
-    if block_bytes is None or bytes_per_token is None:
-        return block_bytes or (bytes_per_token or 0) * TOKENS_PER_BLOCK
-    raise ValueError("--block-bytes, --bytes-per-token: found both, expected one of them")
+def _print(points: Sequence[Point], best: Point, num_blocks: int, block_nbytes: int) -> None:
+    from rich.bar import Bar
+
+    table = new_table(
+        "SIZE", "HIT", "OF BEST", "WRITTEN", "", right=("SIZE", "HIT", "OF BEST", "WRITTEN")
+    )
+    for point in [*points, best]:
+        table.add_row(
+            "no bound" if point.nbytes is None else iec(point.nbytes),
+            f"{point.hits / num_blocks:.1%}",
+            f"{point.hits / best.hits:.0%}" if best.hits else "-",
+            iec(point.written * block_nbytes),
+            Bar(best.hits or 1, 0, point.hits, width=_BAR_CELLS),
+        )
+    print_table(table)

@@ -1,1 +1,1 @@
-"""A request trace against a real root: what `fskv replay` does."""
+"""The hits of a request trace by the size of the root, simulated: what `fskv replay` does."""
