@@ -36,8 +36,7 @@ class Entry(NamedTuple):
 
     @property
     def module(self) -> str:
-        # `import` is a word of Python.
-        return f"{__package__}.commands.{'import_' if self.name == 'import' else self.name}"
+        return f"{__package__}.commands.{self.name}"
 
 
 LOOK, TRUST, BOUND, MOVE, MEASURE, SELF = (
@@ -50,7 +49,6 @@ LOOK, TRUST, BOUND, MOVE, MEASURE, SELF = (
 )
 COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
-    Entry("dir", LOOK, "Print where the root, a namespace or a chunk is."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
     Entry("du", LOOK, "Show what takes how much room, and what pruning would free."),
@@ -60,8 +58,6 @@ COMMANDS = (
     Entry("prune", BOUND, "Remove what was used least recently, once or all the time."),
     Entry("rm", BOUND, "Remove namespaces or chunks."),
     Entry("gc", BOUND, "Remove what nobody needs: parts, empty directories, dead namespaces."),
-    Entry("export", MOVE, "Write chunks into one archive, every byte checked."),
-    Entry("import", MOVE, "Store what is in an archive, every byte checked."),
     Entry("copy", MOVE, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),
@@ -69,7 +65,6 @@ COMMANDS = (
     Entry("bench", MEASURE, "Measure store, load and lookup on the storage of a directory."),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit?"),
     Entry("version", SELF, "Print the versions of fskv and of its files."),
-    Entry("completion", SELF, "Print the completion script of a shell."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
 
