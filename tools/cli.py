@@ -168,7 +168,6 @@ app = typer.Typer(
     name="fskv",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -198,8 +197,6 @@ def _fskv(
 
 def main() -> None:
     """Entry point of the console script."""
-    if "_FSKV_COMPLETE" in os.environ:
-        typer.completion.completion_init()  # type: ignore[attr-defined]
     _open_streams()
     try:
         try:

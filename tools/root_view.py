@@ -272,7 +272,10 @@ class RootView:
             return everything
         if not text.strip("/"):  # an empty variable of a script: the beginning of every name
             raise UsageError(f"found {text!r}, expected the name of a namespace")
-        found = [one for one in everything if text in (one.id, one.name, one.digest16, one.path)]
+        found = [one for one in everything if text in (one.id, one.name, one.digest16)]
+        if os.path.isdir(text):  # its directory, however the path is written
+            path = os.path.realpath(text)
+            found = found or [one for one in everything if os.path.realpath(one.path) == path]
         found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
         if not found:
             raise UsageError(

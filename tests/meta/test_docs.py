@@ -51,7 +51,6 @@ DOCUMENTS = [
             "questions",
             "filesystems",
             "security",
-            "archive",
         )
     ),
 ]

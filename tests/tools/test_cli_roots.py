@@ -29,7 +29,7 @@ LOOKS = {
     "ls": ["ls"],
     "ls fresh": ["ls", "--fresh", "--sort", "used"],
     "ls chunks": ["ls", "--chunks"],
-    "dir": ["dir"],
+    "ls paths": ["ls", "--path"],
     "du": ["du"],
     "inspect": ["inspect", "{key}"],
     "verify": ["verify", "--read-data"],
@@ -39,14 +39,13 @@ LOOKS = {
     "doctor": ["doctor"],
     "top": ["top", "--once", "--interval", "0.2"],
     "report": ["report", "--html", "{out}/page.html"],
-    "export": ["export", "-o", "{out}/all.tar"],
     "copy": ["copy", "--to", "{out}/copy", "--create", "--dry-run"],
     "prune": ["prune", "--max-size", "1MiB", "--dry-run"],
     "prune unused": ["prune", "--unused-for", "1d", "--dry-run"],
     "rm": ["rm", "{ns}", "--dry-run"],
     "gc": ["gc", "--dry-run"],
 }
-NO_JSON = {"dir"}
+NO_JSON = {"ls paths"}
 
 
 @pytest.fixture
