@@ -238,7 +238,7 @@ def rfc3339(ns: int | None) -> str | None:
 
 
 def size_option(option: str, text: str) -> int:
-    """Read bytes, as a number or with an IEC unit; raises UsageError."""
+    """Read bytes, as a number or with a unit; raises UsageError."""
     from fskv.sizes import parse_size
 
     try:

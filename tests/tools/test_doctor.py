@@ -680,7 +680,7 @@ def configured(given):
 
 # What operators got wrong, and the words that they need.
 MISTAKES = {
-    "a unit that is none": ({"max_bytes": "100GB"}, "did you mean 100GiB?"),
+    "a unit that is none": ({"max_bytes": "100G"}, "did you mean 100GiB?"),
     "no unit": ({"max_bytes": "100"}, "a text with an IEC unit"),
     "a typo": ({"max_byte": "1GiB"}, "did you mean 'max_bytes'?"),
     "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
