@@ -41,8 +41,8 @@ _HEAD = """# The command line
 - What deletes shows a plan first and asks. `--dry-run` stops after the plan, `--yes` does not ask; without a
   terminal and without `--yes` it refuses. Ctrl-C is safe at any moment, and ends with 130; a second one ends
   at once what the first one still finishes (`bench` and `replay`: after 15 s).
-- `fskv --version` says what `fskv version` says. `fskv --install-completion` has your shell complete commands, options
-  and names.
+- `fskv --version` says what `fskv version` says. `fskv --install-completion` makes your shell complete
+  commands, options and names.
 """
 
 

@@ -723,7 +723,7 @@ def test_each_wrong_option_is_named(lab):
 def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
     """Each twice: with an option that is wrong, too."""
     pytest.importorskip("yaml")
-    for bound, code in (("2TiB", 0), ("2TB", 1)):
+    for bound, code in (("2TiB", 0), ("2T", 1)):
         whole = json.dumps(transfer(lab.path, max_bytes=bound))
         prefix = "--kv-transfer-config"
         given = f"vllm serve M --shutdown-timeout 10 --kv_transfer_config '{whole}'"
