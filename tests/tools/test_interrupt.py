@@ -191,9 +191,9 @@ def test_whatever_signal_ends_a_copy_leaves_no_part(template, number, protected)
         + f"signal.signal({number:d}, signal.SIG_DFL)\n"
         * (not protected)
         + "from fskv_tools import copying\n"
-        "real = copying.publish_chunk\n"
+        "real, calls = copying.publish_chunk, iter([1])\n"
         "def publish(*words):\n"
-        f"    os.kill(os.getpid(), {number:d})\n"
+        f"    if next(calls, 0): os.kill(os.getpid(), {number:d})\n"
         "    real(*words)\n"
         "copying.publish_chunk = publish\n"
         "program.main()\n"

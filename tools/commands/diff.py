@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fskv import namespace
-from fskv.namespace import Absent, Json
+from fskv.namespace import Absent
 
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
@@ -36,29 +36,19 @@ LINES = {
 }
 
 
+def _identity(metavar: str, text: str) -> Any:
+    return typer.Argument(
+        metavar=metavar, help=text, autocompletion=complete_namespace, show_default=False
+    )
+
+
 def command(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A",
-            autocompletion=complete_namespace,
-            help="A namespace of the root, or the path of a namespace.json or of a directory with one.",
-            show_default=False,
-        ),
+        _identity("A", "A namespace of the root, or the path of its directory or namespace.json."),
     ],
-    b: Annotated[
-        str,
-        typer.Argument(
-            metavar="B",
-            autocompletion=complete_namespace,
-            help="The other one, likewise.",
-            show_default=False,
-        ),
-    ],
-    root: Annotated[
-        str | None,
-        root_option("The cache root; not needed for two paths."),
-    ] = None,
+    b: Annotated[str, _identity("B", "The other one, likewise.")],
+    root: Annotated[str | None, root_option("The cache root; not needed for two paths.")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print the fields that differ only, one per line.")
     ] = False,
@@ -123,8 +113,8 @@ def emit_reasons(found: list[Reason]) -> None:
             paths=[
                 {
                     "path": each.path,
-                    "a": _json(each.a),
-                    "b": _json(each.b),
+                    "a": None if isinstance(each.a, Absent) else each.a,
+                    "b": None if isinstance(each.b, Absent) else each.b,
                     "a_absent": isinstance(each.a, Absent),
                     "b_absent": isinstance(each.b, Absent),
                 }
@@ -145,7 +135,3 @@ def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
         fields=len(found),
         paths=sum(len(reason.differences) for reason in found),
     )
-
-
-def _json(value: Json | Absent) -> Json:
-    return None if isinstance(value, Absent) else value

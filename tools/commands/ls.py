@@ -282,6 +282,9 @@ def _print_namespaces(rows: list[_Row], total: _Total) -> None:
 
 
 def _show_chunks(total: _Total, found: Iterable[ChunkFile], form: Form) -> None:
+    if form in (Form.IDS, Form.PATHS):
+        _show_names(found, form)
+        return
     # No table: it would have to be held until its widths are known.
     line = "{:<56} {:>9}  {}" if columns() >= 80 else "{}\n{:>11}  {}"
     if form is Form.TABLE:
@@ -292,7 +295,7 @@ def _show_chunks(total: _Total, found: Iterable[ChunkFile], form: Form) -> None:
         total.nbytes += file.nbytes
         if form is Form.TABLE:
             print(line.format(show(file.id), iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
-        elif form is Form.JSON:
+        else:
             emit(
                 "chunk",
                 id=file.id,
@@ -301,5 +304,3 @@ def _show_chunks(total: _Total, found: Iterable[ChunkFile], form: Form) -> None:
                 nbytes=file.nbytes,
                 last_used=rfc3339(file.mtime_ns),
             )
-        else:
-            _show_names([file], form)
