@@ -39,14 +39,8 @@ class Entry(NamedTuple):
         return f"{__package__}.commands.{self.name}"
 
 
-LOOK, TRUST, BOUND, MOVE, MEASURE, SELF = (
-    "Look",
-    "Check and explain",
-    "Keep in bounds",
-    "Move",
-    "Measure",
-    "About fskv",
-)
+LOOK, TRUST, BOUND = "Look", "Check and explain", "Keep in bounds or move"
+MEASURE, SELF = "Measure", "About fskv"
 COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
@@ -58,7 +52,7 @@ COMMANDS = (
     Entry("prune", BOUND, "Remove what was used least recently, once or all the time."),
     Entry("rm", BOUND, "Remove namespaces or chunks."),
     Entry("gc", BOUND, "Remove what nobody needs: parts, empty directories, dead namespaces."),
-    Entry("copy", MOVE, "Copy chunks from one root to another, every byte checked."),
+    Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),
     Entry("plan", MEASURE, "Plan chunks, disk and load time from a model's config.json."),
@@ -123,26 +117,25 @@ class _Group(TyperGroup):
             if ended.exit_code == Exit.OK and UNSEEN:
                 raise typer.Exit(Exit.PARTIAL) from None
             raise
-        except CommandError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(error.exit) from None
-        except RootError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(Exit.NOT_A_ROOT) from None
-        except ConfigError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(Exit.USAGE) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
             _leave()
-        except (FskvError, OSError, MemoryError) as error:
-            say(f"fskv: {error or type(error).__name__}")
-            raise typer.Exit(Exit.PROBLEMS) from None
+        except (CommandError, FskvError, OSError, MemoryError) as error:
+            say(f"fskv: {str(error) or type(error).__name__}")
+            raise typer.Exit(_code(error)) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
         return result
+
+
+def _code(error: Exception) -> Exit:
+    if isinstance(error, CommandError):
+        return error.exit
+    if isinstance(error, RootError):
+        return Exit.NOT_A_ROOT
+    return Exit.USAGE if isinstance(error, ConfigError) else Exit.PROBLEMS
 
 
 @contextlib.contextmanager

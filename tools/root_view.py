@@ -318,13 +318,10 @@ class RootView:
 
     def _by_path(self, text: str) -> ChunkFile:
         path = os.path.abspath(text)
-        for one in self.namespaces():
-            if path.startswith(f"{one.path}/"):
-                if namespace.parse_chunk_path(path.removeprefix(f"{one.path}/")) is None:
-                    break
-                for file in _listed(one, int(os.path.basename(path)[:3], 16)):
-                    if file.path == path:
-                        return file
+        if named := namespace.parse_chunk_file(os.path.basename(path)):
+            for file in find_files(self.namespaces(), named.name):
+                if file.path == path:
+                    return file
         raise UsageError(f"{show(text)}: no chunk file of {self.path}")
 
 
