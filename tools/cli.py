@@ -223,17 +223,14 @@ def _open_streams() -> None:
 
     Nothing comes from stdin then, what goes to stderr is lost, and what goes to stdout is an error.
     """
-    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
+            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
             os.set_inheritable(os.open(os.devnull, flags), True)
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, closefd=False)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _leave() -> NoReturn:

@@ -48,8 +48,9 @@ from fskv.root.root import PART_PREFIX, Root
 from fskv.sizes import Share
 
 from .check.expect import expected_of
-from .exits import NotARoot
+from .exits import NotARoot, UsageError
 from .root_view import ChunkFile
+from .terminal import iec
 from .usage import bounds_of
 
 _ATTEMPTS = 10  # to publish a file while others remove empty directories
@@ -57,6 +58,11 @@ _LOOK_S = 1.0  # between two looks at the bounds of the destination
 # Files are held in memory as a whole: one for each thread, but of those that are larger only one at a time.
 _LARGE_NBYTES = 64 << 20
 _MAX_FILE_NBYTES = 1 << 30
+_BOUNDS = {
+    "root": "an engine's max_bytes",
+    "tenant": "an engine's tenant_max_bytes",
+    "free": "--keep-free, or an engine's keep_free,",
+}
 
 
 class Fate(StrEnum):
@@ -110,8 +116,8 @@ class Room:
                 written = self._written[tenant] if scope.kind == "tenant" else total
                 at_start = self._at_start.setdefault((scope.kind, scope.name), scope.left + written)
                 if min(at_start - written, scope.left - self._since) < nbytes:
-                    where = f"tenant {scope.name}" if scope.name else scope.kind
-                    self.refusal = f"a bound ({where}) of {scope.limit} bytes leaves no room"
+                    used, limit = iec(scope.used), iec(scope.limit)
+                    self.refusal = f"{_BOUNDS[scope.kind]} allows {limit} in use, {used} are"
             if self.refusal is None:
                 self._written[tenant] += nbytes
                 self._since += nbytes
@@ -125,7 +131,9 @@ class Room:
 
 
 def open_destination(path: str, *, create: bool, writable: bool) -> Root:
-    """Open the root to copy to. Raises NotARoot, in one sentence."""
+    """Open the root to copy to. Raises NotARoot, in one sentence, and UsageError."""
+    if not path:  # an empty variable of a script
+        raise UsageError("--to: found nothing, expected the directory of a cache root")
     try:
         root = Root.open(os.path.abspath(path), create=create, writable=writable)
     except FskvError as error:

@@ -102,7 +102,7 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def plain(text: str) -> Text:
     """Return a cell of a table that shows `text` as it is: brackets in it are no markup."""
-    from .cell import Name
+    from .rich_parts import Name
 
     return Name(show(text))
 
@@ -119,7 +119,7 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    from .speed import Speed
+    from .rich_parts import Speed
 
     counted = (DownloadColumn(binary_units=True), Speed(iec)) if rate else (MofNCompleteColumn(),)
     drawn = Progress(

@@ -245,6 +245,7 @@ def test_what_any_other_program_has_copied_is_good_and_serves(tmp_path, copied):
 def test_what_makes_no_sense_is_refused(lab, tmp_path):
     lab.chunks(lab.namespace(), range(1))
     assert run("copy", "--to", lab.path, root=lab.path).exit_code == 2
+    assert run("copy", "--to", "", root=lab.path).exit_code == 2
     assert run("copy", "--to", tmp_path / "no", root=lab.path).exit_code == 10
     (tmp_path / "empty").mkdir()
     assert run("copy", "--to", tmp_path / "empty", root=lab.path).exit_code == 10

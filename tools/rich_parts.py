@@ -1,14 +1,16 @@
-"""A cell of a table whose text, where it does not fit, is broken where a person would break it."""
+"""What tables and progress bars need beside rich's own parts: a cell for names, a column for a speed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.containers import Lines
 from rich.measure import Measurement
+from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
 _NAMESPACE = re.compile(r"(.+)(@[0-9a-f]{16})", re.DOTALL)
@@ -24,16 +26,27 @@ class Name(Text):
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
         """Return the lines for a column of this width."""
-        pieces = self._pieces
-        if len(pieces) == 1 or cell_len(self.plain) <= width:
-            return super().wrap(console, width, **options)
+        pieces = self._pieces if cell_len(self.plain) > width else [self.plain]
         lines = Lines()
         for piece in pieces:
             lines.extend(Text(piece, self.style).wrap(console, width, **options))
         return lines
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        pieces = self._pieces
-        if len(pieces) == 1:
+        if len(self._pieces) == 1:
             return super().__rich_measure__(console, options)
-        return Measurement(max(map(cell_len, pieces)), cell_len(self.plain))
+        return Measurement(max(map(cell_len, self._pieces)), cell_len(self.plain))
+
+
+class Speed(ProgressColumn):
+    """`1.23 GiB/s`, with `iec` to write the bytes; rich's own has decimal units alone."""
+
+    def __init__(self, iec: Callable[[float], str]) -> None:
+        super().__init__()
+        self._iec = iec
+
+    def render(self, task: Task) -> Text:
+        """Return the cell."""
+        speed = task.finished_speed or task.speed
+        words = "?" if speed is None else f"{self._iec(speed)}/s"
+        return Text(words, style="progress.data.speed")
