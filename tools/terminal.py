@@ -102,7 +102,7 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def plain(text: str) -> Text:
     """Return a cell of a table that shows `text` as it is: brackets in it are no markup."""
-    from .rich_parts import Name
+    from .cell import Name
 
     return Name(show(text))
 
@@ -119,7 +119,7 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    from .rich_parts import Speed
+    from .speed import Speed
 
     counted = (DownloadColumn(binary_units=True), Speed(iec)) if rate else (MofNCompleteColumn(),)
     drawn = Progress(

@@ -1,16 +1,14 @@
-"""What tables and progress bars need beside rich's own parts: a cell for names, a column for a speed."""
+"""A cell of a table whose text, where it does not fit, is broken where a person would break it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.containers import Lines
 from rich.measure import Measurement
-from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
 _NAMESPACE = re.compile(r"(.+)(@[0-9a-f]{16})", re.DOTALL)
@@ -36,17 +34,3 @@ class Name(Text):
         if len(self._pieces) == 1:
             return super().__rich_measure__(console, options)
         return Measurement(max(map(cell_len, self._pieces)), cell_len(self.plain))
-
-
-class Speed(ProgressColumn):
-    """`1.23 GiB/s`, with `iec` to write the bytes; rich's own has decimal units alone."""
-
-    def __init__(self, iec: Callable[[float], str]) -> None:
-        super().__init__()
-        self._iec = iec
-
-    def render(self, task: Task) -> Text:
-        """Return the cell."""
-        speed = task.finished_speed or task.speed
-        words = "?" if speed is None else f"{self._iec(speed)}/s"
-        return Text(words, style="progress.data.speed")
