@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fskv import namespace
 from fskv.namespace import Absent, FieldDifference, Identity, Json
@@ -17,22 +16,14 @@ from fskv.namespace import Absent, FieldDifference, Identity, Json
 _MAX_VALUE_CHARS = 30  # of a headline; the whole values stand below it
 
 
-class Remedy(StrEnum):
-    """What an operator can do about a difference."""
-
-    SETTING = "setting"  # start both engines with the same setting
-    CHOICE = "choice"  # an option of fskv makes it not matter
-    NONE = "none"  # these two cannot share
-
-
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a field means: `label` for the headline, `why` it matters, `how` to share nevertheless."""
+    """The meaning of a field: `label` for the headline, `why` it matters, `how` to share nevertheless."""
 
     label: str
     why: str
     how: str
-    remedy: Remedy = Remedy.SETTING
+    can_share: bool = True  # once that is done
 
 
 # In this order: what is a cause of other differences comes before what follows from it.
@@ -48,7 +39,7 @@ MEANINGS: dict[str, Meaning] = {
         "give both the same option `tenant`, or neither one",
     ),
     "engine": Meaning(
-        "engine", "each engine lays KV out in its own way", "they cannot share", Remedy.NONE
+        "engine", "each engine lays KV out in its own way", "they cannot share", can_share=False
     ),
     "engine_version": Meaning(
         "engine version",
@@ -59,7 +50,7 @@ MEANINGS: dict[str, Meaning] = {
         "GPU architecture",
         "kernels of other architectures round differently and lay KV out differently",
         "they cannot share; nodes of one architecture can",
-        Remedy.NONE,
+        can_share=False,
     ),
     "model_name": Meaning(
         "model",
@@ -107,7 +98,6 @@ MEANINGS: dict[str, Meaning] = {
         "a file holds the KV heads or layers of one rank, and these two cut the model differently",
         "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it "
         "(tensor parallelism alone)",
-        Remedy.CHOICE,
     ),
     "model_runner": Meaning(
         "model runner",
@@ -159,7 +149,7 @@ _EXTRA: dict[str, Meaning] = {
         "layout inside pages",
         "on CPUs the engine lays keys and values out for the instruction set of the node",
         "they cannot share; nodes with the same instruction set can",
-        Remedy.NONE,
+        can_share=False,
     ),
     "speculative": Meaning(
         "speculative decoding",

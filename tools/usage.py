@@ -1,4 +1,4 @@
-"""What takes how much room in a root: counts by namespace and group, and what pruning would free.
+"""Counts what takes room in a root, by namespace and group, and says what pruning would free.
 
 Every file is looked at once: a snapshot's last uses may be older than the truth.
 """

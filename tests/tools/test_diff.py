@@ -103,8 +103,8 @@ def test_json_lines_hold_every_difference(lab):
     assert (summary["fields"], summary["equal"], summary["shareable"]) == (3, False, False)
     assert summary["paths"] == sum(len(line["paths"]) for line in done.lines[:-1]) == 4
     by_field = {line["field"]: line for line in done.lines[:-1]}
-    assert by_field["arch"]["remedy"] == "none"
-    assert by_field["topology"]["remedy"] == "choice"
+    assert by_field["arch"]["can_share"] is False
+    assert by_field["topology"]["can_share"] is True
     odd = by_field["extra.odd"]["paths"][0]
     assert (odd["path"], odd["a_absent"], odd["b"], odd["b_absent"]) == (
         "extra.odd",
