@@ -20,8 +20,8 @@ from benchmarks.report import command, publish, show, spread
 from benchmarks.rig import BenchmarkError
 from benchmarks.verify import make_root
 
-_COMMANDS = ("version", "dir", "--help", "ls --json", "ls", "du")
-_NEEDS_ROOT = {"dir", "ls", "du"}
+_COMMANDS = ("version", "ls --path", "--help", "ls --json", "ls", "du")
+_NEEDS_ROOT = {"ls", "du"}
 
 
 def once(words: list[str]) -> tuple[float, float]:

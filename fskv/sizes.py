@@ -8,12 +8,13 @@ from typing import Any
 
 from fskv.errors import ConfigError
 
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
-# What is meant by "100GB", "100g" or "100".
+_SIZE_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,9}})?)\s*({'|'.join(_SIZE_UNITS)})", re.ASCII)
+# What is meant by "100g" or "100".
 _NEAR_SIZE = re.compile(r"(?=.*[1-9])(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGTkmgt])i?[Bb]?)?", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
 _MAX_NBYTES = 1 << 60
-_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,11 @@ def bad(name: str, value: object, expected: str) -> ConfigError:
 
 
 def parse_size(name: str, value: Any) -> int:
-    """Return bytes; raises ConfigError, which calls the value "option '<name>'"."""
-    expected = 'a number of bytes above 0, or a text with an IEC unit such as "256MiB" (not MB)'
+    """Return bytes; raises ConfigError, which calls the value "option '<name>'".
+
+    kB to TB are powers of 1000, KiB to TiB of 1024.
+    """
+    expected = 'a number of bytes above 0, or a text with a unit such as "256MiB" or "500GB"'
     if type(value) is int and 0 < value <= _MAX_NBYTES:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None

@@ -24,16 +24,13 @@ class Name(Text):
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
         """Return the lines for a column of this width."""
-        pieces = self._pieces
-        if len(pieces) == 1 or cell_len(self.plain) <= width:
-            return super().wrap(console, width, **options)
+        pieces = self._pieces if cell_len(self.plain) > width else [self.plain]
         lines = Lines()
         for piece in pieces:
             lines.extend(Text(piece, self.style).wrap(console, width, **options))
         return lines
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        pieces = self._pieces
-        if len(pieces) == 1:
+        if len(self._pieces) == 1:
             return super().__rich_measure__(console, options)
-        return Measurement(max(map(cell_len, pieces)), cell_len(self.plain))
+        return Measurement(max(map(cell_len, self._pieces)), cell_len(self.plain))

@@ -36,21 +36,13 @@ class Entry(NamedTuple):
 
     @property
     def module(self) -> str:
-        # `import` is a word of Python.
-        return f"{__package__}.commands.{'import_' if self.name == 'import' else self.name}"
+        return f"{__package__}.commands.{self.name}"
 
 
-LOOK, TRUST, BOUND, MOVE, MEASURE, SELF = (
-    "Look",
-    "Check and explain",
-    "Keep in bounds",
-    "Move",
-    "Measure",
-    "About fskv",
-)
+LOOK, TRUST, BOUND = "Look", "Check and explain", "Keep in bounds or move"
+MEASURE, SELF = "Measure", "About fskv"
 COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
-    Entry("dir", LOOK, "Print where the root, a namespace or a chunk is."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
     Entry("du", LOOK, "Show what takes how much room, and what pruning would free."),
@@ -60,16 +52,13 @@ COMMANDS = (
     Entry("prune", BOUND, "Remove what was used least recently, once or all the time."),
     Entry("rm", BOUND, "Remove namespaces or chunks."),
     Entry("gc", BOUND, "Remove what nobody needs: parts, empty directories, dead namespaces."),
-    Entry("export", MOVE, "Write chunks into one archive, every byte checked."),
-    Entry("import", MOVE, "Store what is in an archive, every byte checked."),
-    Entry("copy", MOVE, "Copy chunks from one root to another, every byte checked."),
+    Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),
     Entry("plan", MEASURE, "Plan chunks, disk and load time from a model's config.json."),
     Entry("bench", MEASURE, "Measure a mount: how fast is it, and which options suit it?"),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit at which size?"),
     Entry("version", SELF, "Print the versions of fskv and of its files."),
-    Entry("completion", SELF, "Print the completion script of a shell."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
 
@@ -128,26 +117,25 @@ class _Group(TyperGroup):
             if ended.exit_code == Exit.OK and UNSEEN:
                 raise typer.Exit(Exit.PARTIAL) from None
             raise
-        except CommandError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(error.exit) from None
-        except RootError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(Exit.NOT_A_ROOT) from None
-        except ConfigError as error:
-            say(f"fskv: {error}")
-            raise typer.Exit(Exit.USAGE) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
             _leave()
-        except (FskvError, OSError, MemoryError) as error:
-            say(f"fskv: {error or type(error).__name__}")
-            raise typer.Exit(Exit.PROBLEMS) from None
+        except (CommandError, FskvError, OSError, MemoryError) as error:
+            say(f"fskv: {str(error) or type(error).__name__}")
+            raise typer.Exit(_code(error)) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
         return result
+
+
+def _code(error: Exception) -> Exit:
+    if isinstance(error, CommandError):
+        return error.exit
+    if isinstance(error, RootError):
+        return Exit.NOT_A_ROOT
+    return Exit.USAGE if isinstance(error, ConfigError) else Exit.PROBLEMS
 
 
 @contextlib.contextmanager
@@ -173,7 +161,6 @@ app = typer.Typer(
     name="fskv",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -203,8 +190,6 @@ def _fskv(
 
 def main() -> None:
     """Entry point of the console script."""
-    if "_FSKV_COMPLETE" in os.environ:
-        typer.completion.completion_init()  # type: ignore[attr-defined]
     _open_streams()
     try:
         try:
@@ -238,17 +223,14 @@ def _open_streams() -> None:
 
     Nothing comes from stdin then, what goes to stderr is lost, and what goes to stdout is an error.
     """
-    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
+            flags = os.O_WRONLY if name == "stderr" else os.O_RDONLY
             os.set_inheritable(os.open(os.devnull, flags), True)
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, closefd=False)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _leave() -> NoReturn:

@@ -19,9 +19,7 @@ class Exit(IntEnum):
     OK = 0
     PROBLEMS = 1  # the command did its work and found something wrong
     USAGE = 2
-    PARTIAL = (
-        3  # a part of the work could not be done (unreadable, unremovable, out of time); no problem
-    )
+    PARTIAL = 3  # a part could not be done (unreadable, unremovable, out of time); no problem
     NOT_A_ROOT = 10
     INTERRUPTED = 130  # by SIGINT; 128 + its number by another signal
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fskv import namespace
 from fskv.namespace import Absent, FieldDifference, Identity, Json
@@ -17,22 +16,14 @@ from fskv.namespace import Absent, FieldDifference, Identity, Json
 _MAX_VALUE_CHARS = 30  # of a headline; the whole values stand below it
 
 
-class Remedy(StrEnum):
-    """What an operator can do about a difference."""
-
-    SETTING = "setting"  # start both engines with the same setting
-    CHOICE = "choice"  # an option of fskv makes it not matter
-    NONE = "none"  # these two cannot share
-
-
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a field means: `label` for the headline, `why` it matters, `how` to share nevertheless."""
+    """The meaning of a field: `label` for the headline, `why` it matters, `how` to share nevertheless."""
 
     label: str
     why: str
     how: str
-    remedy: Remedy = Remedy.SETTING
+    can_share: bool = True  # once that is done
 
 
 # In this order: what is a cause of other differences comes before what follows from it.
@@ -48,7 +39,7 @@ MEANINGS: dict[str, Meaning] = {
         "give both the same option `tenant`, or neither one",
     ),
     "engine": Meaning(
-        "engine", "each engine lays KV out in its own way", "they cannot share", Remedy.NONE
+        "engine", "each engine lays KV out in its own way", "they cannot share", can_share=False
     ),
     "engine_version": Meaning(
         "engine version",
@@ -59,7 +50,7 @@ MEANINGS: dict[str, Meaning] = {
         "GPU architecture",
         "kernels of other architectures round differently and lay KV out differently",
         "they cannot share; nodes of one architecture can",
-        Remedy.NONE,
+        can_share=False,
     ),
     "model_name": Meaning(
         "model",
@@ -107,7 +98,6 @@ MEANINGS: dict[str, Meaning] = {
         "a file holds the KV heads or layers of one rank, and these two cut the model differently",
         "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it "
         "(tensor parallelism alone)",
-        Remedy.CHOICE,
     ),
     "model_runner": Meaning(
         "model runner",
@@ -153,14 +143,13 @@ MEANINGS: dict[str, Meaning] = {
     ),
 }
 
-_LAYOUTS = "extra.page_layouts"
 # Known parts of `extra`: path below it -> its own meaning.
 _EXTRA: dict[str, Meaning] = {
     "page_layouts": Meaning(
         "layout inside pages",
         "on CPUs the engine lays keys and values out for the instruction set of the node",
         "they cannot share; nodes with the same instruction set can",
-        Remedy.NONE,
+        can_share=False,
     ),
     "speculative": Meaning(
         "speculative decoding",
@@ -207,13 +196,10 @@ def reasons(a: Identity, b: Identity) -> list[Reason]:
     """List why two identities do not share, causes first; empty if they are one namespace."""
     found: dict[str, list[FieldDifference]] = {}
     for difference in _parted(namespace.diff(a, b)):
-        place = _place(difference.path)
-        if place == _LAYOUTS and not _in_both(difference.path, a, b):
-            place = "groups"  # of a group that only one side has
-        found.setdefault(place, []).append(difference)
+        found.setdefault(_place(difference.path), []).append(difference)
     order = {field: at for at, field in enumerate(MEANINGS)}
-    places = sorted(found, key=lambda place: (order[_field(place)], place))
-    return [_reason(place, found[place], a, b) for place in places]
+    places = sorted(found, key=lambda place: (order[place.partition(".")[0]], place))
+    return [_reason(place, found[place]) for place in places]
 
 
 def _parted(differences: Iterable[FieldDifference]) -> Iterator[FieldDifference]:
@@ -241,46 +227,21 @@ def _place(path: str) -> str:
     return f"extra.{part}" if field == "extra" and part else field
 
 
-def _field(place: str) -> str:
-    return place.partition(".")[0]
-
-
-def _reason(place: str, differences: list[FieldDifference], a: Identity, b: Identity) -> Reason:
+def _reason(place: str, differences: list[FieldDifference]) -> Reason:
     field, _, part = place.partition(".")
-    meaning = _EXTRA.get(part, MEANINGS[field]) if part else MEANINGS[field]
-    differences = sorted(differences, key=lambda each: not each.path.startswith(field))
+    meaning = _EXTRA.get(part, MEANINGS[field])
     paths = [each.path.removeprefix(place).lstrip(".") for each in differences]
-    sides = [_side(place, one) for one in (a, b)]
-    if len(differences) == 1 and not isinstance(differences[0].a, dict | list):
-        values = " / ".join(_value(value) for value in differences[0][1:])
-        brief = f"{paths[0]} {values}".strip()
-    elif sides[0] == sides[1] or field in ("model_config", "groups"):
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        brief = f"({', '.join(paths[:3])}{more})"
+    values = differences[0][1:]
+    if len(differences) == 1 and not any(isinstance(value, dict | list) for value in values):
+        brief = f"{paths[0]} {' / '.join(map(_value, values))}".strip()
     else:
-        brief = " / ".join(sides)
-    return Reason(place, meaning, f"{meaning.label} {brief}", tuple(differences))
-
-
-def _in_both(path: str, a: Identity, b: Identity) -> bool:
-    match = re.fullmatch(re.escape(_LAYOUTS) + r"\.group(\d+)", path)
-    return match is None or all(
-        any(str(group.group_idx) == match[1] for group in one.groups) for one in (a, b)
-    )
-
-
-def _side(place: str, one: Identity) -> str:
-    value: Json | Absent = one.to_manifest().get(_field(place), Absent.ABSENT)
-    for part in place.split(".")[1:]:
-        value = value.get(part, Absent.ABSENT) if isinstance(value, dict) else Absent.ABSENT
-    return _value(value)
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        brief = f"({', '.join(paths[:3])}{more})" if any(paths) else ""
+    return Reason(place, meaning, f"{meaning.label} {brief}".strip(), tuple(differences))
 
 
 def _value(value: Json | Absent) -> str:
     if isinstance(value, Absent):
         return "none"
-    if isinstance(value, dict) and all(isinstance(v, int | str) for v in value.values()):
-        text = " ".join(f"{k}={v}" for k, v in value.items()) or "any"
-    else:
-        text = value if isinstance(value, str) else namespace.canonical_json(value).decode("ascii")
+    text = value if isinstance(value, str) else namespace.canonical_json(value).decode("ascii")
     return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

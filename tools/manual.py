@@ -41,7 +41,8 @@ This page is written by `python -m fskv_tools.manual`.
 - What deletes shows a plan first and asks. `--dry-run` stops after the plan, `--yes` does not ask; without a
   terminal and without `--yes` it refuses. Ctrl-C is safe at any moment, and ends with 130; a second one ends
   at once what the first one still finishes.
-- `fskv --version` says what `fskv version` says. The shell script of `fskv completion` completes names, too.
+- `fskv --version` says what `fskv version` says. `fskv --install-completion` makes your shell complete
+  commands, options and names.
 """
 
 

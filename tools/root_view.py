@@ -272,7 +272,10 @@ class RootView:
             return everything
         if not text.strip("/"):  # an empty variable of a script: the beginning of every name
             raise UsageError(f"found {text!r}, expected the name of a namespace")
-        found = [one for one in everything if text in (one.id, one.name, one.digest16, one.path)]
+        found = [one for one in everything if text in (one.id, one.name, one.digest16)]
+        if os.path.isdir(text):  # its directory, however the path is written
+            path = os.path.realpath(text)
+            found = found or [one for one in everything if os.path.realpath(one.path) == path]
         found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
         if not found:
             raise UsageError(
@@ -315,13 +318,10 @@ class RootView:
 
     def _by_path(self, text: str) -> ChunkFile:
         path = os.path.abspath(text)
-        for one in self.namespaces():
-            if path.startswith(f"{one.path}/"):
-                if namespace.parse_chunk_path(path.removeprefix(f"{one.path}/")) is None:
-                    break
-                for file in _listed(one, int(os.path.basename(path)[:3], 16)):
-                    if file.path == path:
-                        return file
+        if named := namespace.parse_chunk_file(os.path.basename(path)):
+            for file in find_files(self.namespaces(), named.name):
+                if file.path == path:
+                    return file
         raise UsageError(f"{show(text)}: no chunk file of {self.path}")
 
 

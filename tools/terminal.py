@@ -238,7 +238,7 @@ def rfc3339(ns: int | None) -> str | None:
 
 
 def size_option(option: str, text: str) -> int:
-    """Read bytes, as a number or with an IEC unit; raises UsageError."""
+    """Read bytes, as a number or with a unit; raises UsageError."""
     from fskv.sizes import parse_size
 
     try:
@@ -267,11 +267,6 @@ def columns() -> int:
     return 80
 
 
-def is_wide() -> bool:
-    """Whether stdout shows more than a narrow terminal's columns, or is no terminal."""
-    return columns() >= 100
-
-
 def fill(text: str, indent: int = 0, hang: int | None = None) -> str:
     """Break a text into lines that fit the terminal; names and values are not taken apart.
 
@@ -279,7 +274,7 @@ def fill(text: str, indent: int = 0, hang: int | None = None) -> str:
     """
     return textwrap.fill(
         show(text),
-        min(columns(), 100 if is_wide() else 78),
+        min(columns(), 100 if columns() >= 100 else 78),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if hang is None else hang),
         break_on_hyphens=False,

@@ -1,51 +1,31 @@
-"""What takes how much room in a root: counts by namespace, group and rank, and what pruning would free.
+"""Counts what takes room in a root, by namespace and group, and says what pruning would free.
 
-Every file is looked at once: a snapshot's last uses may be older than the truth. Its length is not: all files
-of a group and rank have the same one, so a header that agrees with its file says it for all. Where no good
-one is found, only the size on disk is known.
+Every file is looked at once: a snapshot's last uses may be older than the truth.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fskv.bounds.evict import Need, cutoff_ns
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Heartbeat, Scope, scopes
+from fskv.bounds.limits import Heartbeat, Limits, Scope, scopes
 from fskv.bounds.shared_files import SharedFiles
-from fskv.errors import FskvError
-from fskv.index.scan import Part, Records, file_name
+from fskv.index.scan import Part
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
-from fskv.root.beneath import opened
 from fskv.root.filesystem import Space
 from fskv.root.process_id import is_orphan
 
-from .check.expect import NOTHING
-from .check.judge import Reader, read_header
 from .neighbours import living_heartbeats, usage_now
 from .pruning import forecast
-from .root_view import FileOf, Namespace
+from .root_view import Namespace
 
-_MAX_LENGTHS = (
-    256  # (group, rank) of a namespace whose length is looked up; hostile names could be millions
-)
-_MAX_TRIES = 3
-_NO_KIND = "unknown"
-
-
-@dataclass(slots=True)
-class Sums(Count):
-    """Counts of one row of a table."""
-
-    length: int | None = 0  # None: not known of all files
-
-    def take(self, other: Count, length: int | None) -> None:
-        self.add(other.num_files, other.nbytes, other.unused)
-        if self.length is not None:
-            self.length = None if length is None else self.length + length * other.num_files
+# (architecture, namespace, tenant, kind of KV group); None: of all.
+Key = tuple[str | None, str | None, str | None, str | None]
 
 
 @dataclass(slots=True)
@@ -63,9 +43,7 @@ class NamespaceUsage:
     """What was found in one namespace."""
 
     namespace: Namespace
-    counts: dict[tuple[int, int], Count] = field(default_factory=dict)  # by (group, rank + 1)
-    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
-    tries: dict[tuple[int, int], int] = field(default_factory=dict)
+    counts: dict[int, Count] = field(default_factory=dict)  # by group
     parts: Parts = field(default_factory=Parts)
     num_foreign: int = 0
     unlistable: int = 0
@@ -75,7 +53,7 @@ class NamespaceUsage:
         for one in identity.groups if identity else ():
             if one.group_idx == group:
                 return one.kind
-        return _NO_KIND
+        return "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +68,15 @@ class Target:
 class RootUsage:
     """A root, counted."""
 
-    def __init__(
-        self, root: str, spaces: Sequence[Namespace], ages_s: Sequence[float], now_ns: int
-    ) -> None:
-        """`now_ns`: our own clock, since nothing is written here."""
+    def __init__(self, root: str, spaces: Sequence[Namespace], ages_s: Sequence[float]) -> None:
         self._root = root
         self._spaces = spaces
         self._ages_s = ages_s
-        self._now_ns = now_ns
-        self._edges_ns = [now_ns - int(age_s * 1e9) for age_s in ages_s]
+        self._now_ns = time.time_ns()  # our own clock, since nothing is written here
+        self._edges_ns = [self._now_ns - int(age_s * 1e9) for age_s in ages_s]
         self._catalogues: list[Catalogue] = []
-        self._reader = Reader()
+        self.ages = [age_text(age_s) for age_s in ages_s]
+        self.total = Count(unused=[(0, 0)] * len(ages_s))
         self.namespaces: list[NamespaceUsage] = []
 
     def count(self, seen: Callable[[int, int], object]) -> None:
@@ -110,24 +86,20 @@ class RootUsage:
             catalogue = Catalogue(one.path)
             for shard in one.listed(usage):
                 catalogue.take(shard)
-                self._add(usage, shard.records)
+                for (group, _), count in tally(shard.records, self._edges_ns).items():
+                    for sums in (usage.counts.setdefault(group, Count()), self.total):
+                        sums.add(count.num_files, count.nbytes, count.unused)
                 self._add_parts(usage.parts, shard.parts)
                 usage.num_foreign += shard.num_foreign
                 seen(number, shard.idx)
             self.namespaces.append(usage)
             self._catalogues.append(catalogue)
+        self.space = Space.of(self._root)
+        self.bounds = bounds_of(self._root, self._now_ns)
 
-    def _add(self, usage: NamespaceUsage, records: Records) -> None:
-        for which, count in tally(records, self._edges_ns).items():
-            usage.counts.setdefault(which, Count()).add(count.num_files, count.nbytes, count.unused)
-            if which in usage.lengths or len(usage.tries) >= _MAX_LENGTHS:
-                continue
-            if (tries := usage.tries.get(which, 0)) < _MAX_TRIES:
-                usage.tries[which] = tries + 1
-                name = file_name(records[count.sample])
-                length = _length(self._reader, FileOf(usage.namespace, name))
-                if length is not None:
-                    usage.lengths[which] = length
+    @property
+    def num_problems(self) -> int:
+        return sum(one.namespace.problem is not None for one in self.namespaces)
 
     def _add_parts(self, parts: Parts, found: Iterable[Part]) -> None:
         for part in found:
@@ -138,18 +110,16 @@ class RootUsage:
                 parts.in_progress += 1
                 parts.in_progress_nbytes += part.nbytes
 
-    def sums(
-        self, key: Callable[[NamespaceUsage, int], tuple[str, ...]]
-    ) -> dict[tuple[str, ...], Sums]:
+    def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:
         """Add up by what `key` says of a namespace and a group."""
-        found: dict[tuple[str, ...], Sums] = {}
+        found: dict[Key, Count] = {}
         for usage in self.namespaces:
-            for (group, rank1), count in usage.counts.items():
-                sums = found.setdefault(key(usage, group), Sums())
-                sums.take(count, usage.lengths.get((group, rank1)))
-        return dict(sorted(found.items()))
+            for group, count in usage.counts.items():
+                sums = found.setdefault(key(usage, group), Count())
+                sums.add(count.num_files, count.nbytes, count.unused)
+        return dict(sorted(found.items(), key=lambda item: [text or "" for text in item[0]]))
 
-    def targets(self, bounds: Sequence[Scope]) -> list[Target]:
+    def targets(self) -> list[Target]:
         """Return what a prune to each age and to each bound on the whole root would free."""
         found = []
         for age_s in self._ages_s:
@@ -158,7 +128,7 @@ class RootUsage:
         total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [
             self._target(f"--max-size {size_text(scope.limit)}", max(0, total - scope.limit), None)
-            for scope in bounds
+            for scope in self.bounds.scopes
             if scope.kind == "root"
         ]
         return found
@@ -177,9 +147,11 @@ class Bounds:
     counted_at_ns: int | None
 
 
-def bounds_of(root: str, now_ns: int) -> Bounds:
+def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
+    """Return the bounds that hold in a root, with `more` limits as of another watcher."""
     beats, space = living_heartbeats(root, now_ns), Space.of(root)
-    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), beats, space)
+    watchers = [Heartbeat("", None, None, limits) for limits in more]
+    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), [*beats, *watchers], space)
     return Bounds(scopes(usage, space), beats, usage.at_ms * 1_000_000 or None)
 
 
@@ -197,16 +169,3 @@ def size_text(nbytes: int) -> str:
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
     return f"{nbytes}B"
-
-
-def _length(reader: Reader, where: FileOf) -> int | None:
-    """Return the length of a file whose header agrees with it."""
-    try:
-        with (
-            opened(where.namespace.root, where.directory) as directory,
-            reader.open(where.name, directory) as file,
-        ):
-            read_header(file, None, NOTHING, whole=False)
-            return file.nbytes
-    except (OSError, FskvError):
-        return None

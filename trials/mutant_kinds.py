@@ -1730,12 +1730,12 @@ FAULTS = (
         ("tests/tools/test_verify.py",),
     ),
     Fault(
-        "import-believes-rows",
-        "`fskv import` stores no file whose rows fail their digests.",
-        "tools/archive/receive.py",
-        "            check_rows(entry.candidate.head.header, entry.candidate.payload)\n",
+        "copy-believes-rows",
+        "`fskv copy` stores no file whose rows fail their digests.",
+        "tools/copying.py",
+        "                chunk_file.check_rows(memoryview(payload), 0, header.row_digests)\n",
         "",
-        ("tests/tools/test_archive.py",),
+        ("tests/tools/test_copy.py",),
     ),
     # --- SGLang -------------------------------------------------------------------------------
     Fault(

@@ -18,7 +18,6 @@ class Count:
     num_files: int = 0
     nbytes: int = 0  # on disk
     unused: list[tuple[int, int]] = field(default_factory=list)
-    sample: int = 0  # a row of the last records that were added, for who wants to look at one
 
     def add(self, num_files: int, nbytes: int, unused: Sequence[tuple[int, int]]) -> None:
         self.num_files += num_files
@@ -32,7 +31,7 @@ def tally(records: Records, edges_ns: Sequence[int]) -> dict[tuple[int, int], Co
     if not len(records):
         return {}
     both = records["group"].astype(np.uint64) << np.uint64(32) | records["rank1"]
-    values, first, which = np.unique(both, return_index=True, return_inverse=True)
+    values, which = np.unique(both, return_inverse=True)
 
     def sums(rows: Any) -> list[tuple[int, int]]:
         # Sums of one directory are exact in a double: less than 2^53 bytes.
@@ -44,9 +43,7 @@ def tally(records: Records, edges_ns: Sequence[int]) -> dict[tuple[int, int], Co
     # By columns and not group by group: names that somebody made up may have a group each.
     unused = [sums(records["mtime_ns"] < edge_ns) for edge_ns in edges_ns]
     return {
-        (value >> 32, value & 0xFFFFFFFF): Count(
-            num_files, nbytes, [old[at] for old in unused], int(first[at])
-        )
+        (value >> 32, value & 0xFFFFFFFF): Count(num_files, nbytes, [old[at] for old in unused])
         for at, (value, (num_files, nbytes)) in enumerate(
             zip(values.tolist(), sums(slice(None)), strict=True)
         )

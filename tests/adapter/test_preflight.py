@@ -62,7 +62,7 @@ def multi(*extras):
     ("extra", "error", "words"),
     [
         ({"root": "relative"}, ConfigError, "'root': found 'relative'"),
-        ({"max_bytes": "100GB"}, ConfigError, "did you mean 100GiB?"),
+        ({"max_bytes": "100G"}, ConfigError, "did you mean 100GiB?"),
         ({"root": "/nowhere/at/all"}, RootError, "/nowhere/at/all does not exist"),
     ],
 )

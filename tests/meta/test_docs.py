@@ -50,7 +50,6 @@ DOCUMENTS = [
             "questions",
             "filesystems",
             "security",
-            "archive",
         )
     ),
 ]

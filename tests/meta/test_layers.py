@@ -98,8 +98,6 @@ HOMES = {
     "matplotlib": ("tools.replay.plot",),
     # explain --prompt
     "tokenizers": ("tools.explain.text",),
-    # export --zstd
-    "zstandard": ("tools.archive.compression",),
     # doctor --config, where vLLM is
     "yaml": ("tools.doctor.serve_line",),
 }
@@ -111,7 +109,6 @@ LAZY = {
     "blake3": ("fskv.",),
     "triton": ("fskv.",),
     "matplotlib": ("tools.",),
-    "zstandard": ("tools.",),
     "yaml": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.

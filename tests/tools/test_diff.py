@@ -103,8 +103,8 @@ def test_json_lines_hold_every_difference(lab):
     assert (summary["fields"], summary["equal"], summary["shareable"]) == (3, False, False)
     assert summary["paths"] == sum(len(line["paths"]) for line in done.lines[:-1]) == 4
     by_field = {line["field"]: line for line in done.lines[:-1]}
-    assert by_field["arch"]["remedy"] == "none"
-    assert by_field["topology"]["remedy"] == "choice"
+    assert by_field["arch"]["can_share"] is False
+    assert by_field["topology"]["can_share"] is True
     odd = by_field["extra.odd"]["paths"][0]
     assert (odd["path"], odd["a_absent"], odd["b"], odd["b_absent"]) == (
         "extra.odd",
@@ -113,21 +113,6 @@ def test_json_lines_hold_every_difference(lab):
         False,
     )
     check_lines("diff", done.lines)
-
-
-def test_the_layout_of_a_group_that_only_one_has_is_no_cause_of_its_own(lab):
-    """Negative control: where both have the group, the layout is the reason."""
-    full = GroupIdentity(0, "full", None, 16, (3000,), ("a",))
-    more = GroupIdentity(1, "full", None, 16, (3000,), ("b",))
-    layouts = {"group0": "vec"}
-    one = lab.namespace(groups=(full,), extra={"page_layouts": layouts})
-    two = lab.namespace(groups=(full, more), extra={"page_layouts": {**layouts, "group1": "vec"}})
-    fields = run("diff", one.id, two.id, "-q", root=lab.path).stdout.split()
-    assert fields == ["groups"]
-    three = lab.namespace(groups=(full,), extra={"page_layouts": {"group0": "amx"}})
-    assert run("diff", one.id, three.id, "-q", root=lab.path).stdout.split() == [
-        "extra.page_layouts"
-    ]
 
 
 @pytest.mark.parametrize(

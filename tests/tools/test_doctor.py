@@ -680,7 +680,7 @@ def configured(given):
 
 # What operators got wrong, and the words that they need.
 MISTAKES = {
-    "a unit that is none": ({"max_bytes": "100GB"}, "did you mean 100GiB?"),
+    "a unit that is none": ({"max_bytes": "100G"}, "did you mean 100GiB?"),
     "no unit": ({"max_bytes": "100"}, "a text with an IEC unit"),
     "a typo": ({"max_byte": "1GiB"}, "did you mean 'max_bytes'?"),
     "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
@@ -723,7 +723,7 @@ def test_each_wrong_option_is_named(lab):
 def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
     """Each twice: with an option that is wrong, too."""
     pytest.importorskip("yaml")
-    for bound, code in (("2TiB", 0), ("2TB", 1)):
+    for bound, code in (("2TiB", 0), ("2T", 1)):
         whole = json.dumps(transfer(lab.path, max_bytes=bound))
         prefix = "--kv-transfer-config"
         given = f"vllm serve M --shutdown-timeout 10 --kv_transfer_config '{whole}'"

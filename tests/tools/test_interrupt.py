@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from places import REPOSITORY
-from tool_lab import Lab, fskv, key_of
+from tool_lab import Lab, key_of
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
@@ -20,7 +20,7 @@ NOISE = ("Traceback", "Exception ignored", "was destroyed", "never awaited", "Er
 COMMANDS = {
     "ls": "ls --fresh",
     "ls --chunks": "ls --chunks",
-    "dir": "dir org/model",
+    "ls --path": "ls --path org/model",
     "top": "top --once",
     "report": "report --html {at}/out/page.html",
     "du": "du",
@@ -30,8 +30,6 @@ COMMANDS = {
     "prune": "prune --max-size 100KiB --yes",
     "rm": "rm org/model --yes",
     "gc": "gc --yes",
-    "export": "export -o {at}/out/archive",
-    "import": "import {at}/archive --root {at}/new --create",
     "copy": "copy --to {at}/new --create",
     "diff": "diff org/model org/other",
     "explain": f"explain org/model {key_of(1).hex()}",
@@ -39,7 +37,6 @@ COMMANDS = {
     "replay": "replay {at}/trace",
     "bench": "bench {at}/out --chunk-kib 64 --threads 1 --rounds 1 --total-mib 1",
     "version": "version",
-    "completion": "completion bash",
 }
 
 
@@ -59,7 +56,6 @@ def template(tmp_path):
     (place / "config.json").write_text(json.dumps(config))
     request = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
     (place / "trace").write_text(f"{json.dumps(request)}\n" * 3)
-    assert fskv("export", "-o", place / "archive", root=lab.path).exit_code == 0
     return place
 
 
@@ -106,13 +102,10 @@ def half_done(template, place):
         source = template.joinpath("kv", *under[1:])
         if path.suffix == ".kv" and source.exists() and path.read_bytes() != source.read_bytes():
             found.append(path)
-    archive = place / "out" / "archive"
-    if archive.exists() and archive.read_bytes() != (template / "archive").read_bytes():
-        found.append(archive)
     return found
 
 
-@pytest.mark.parametrize("name", ["copy", "export", "rm"])
+@pytest.mark.parametrize("name", ["copy", "rm"])
 def test_ctrl_c_is_130_without_a_traceback_and_nothing_is_half_done(template, name):
     interrupt(template, COMMANDS[name], 2)
 
@@ -126,9 +119,9 @@ def test_ctrl_c_at_twenty_moments(template, name):
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.3])  # from its half on typer 0.29 has a handler, too
 def test_negative_control_without_the_handler_it_is_a_traceback(template, share):
-    whole, _ = start(template, 0, COMMANDS["dir"], "plain")
+    whole, _ = start(template, 0, COMMANDS["ls --path"], "plain")
     at = int(int(whole.stderr.split()[-1]) * share)
-    done, _ = start(template, at, COMMANDS["dir"], "plain")
+    done, _ = start(template, at, COMMANDS["ls --path"], "plain")
     assert "Traceback" in noise(done)
 
 
@@ -186,7 +179,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("protected", [True, False])
-def test_whatever_signal_ends_an_export_leaves_no_part(template, number, protected):
+def test_whatever_signal_ends_a_copy_leaves_no_part(template, number, protected):
     """Negative control: with the signal as it is by default the part stays."""
     script = (
         "import os, signal, sys\n"
@@ -194,21 +187,24 @@ def test_whatever_signal_ends_an_export_leaves_no_part(template, number, protect
         "import fskv_tools.__main__ as program\n"
         + f"signal.signal({number:d}, signal.SIG_DFL)\n"
         * (not protected)
-        + "from fskv_tools.archive.tar import TarWriter\n"
-        f"TarWriter.end = lambda self: os.kill(os.getpid(), {number:d})\n"
+        + "from fskv_tools import copying\n"
+        "real, calls = copying.publish_chunk, iter([1])\n"
+        "def publish(*words):\n"
+        f"    if next(calls, 0): os.kill(os.getpid(), {number:d})\n"
+        "    real(*words)\n"
+        "copying.publish_chunk = publish\n"
         "program.main()\n"
     )
-    out = template / "out"
-    words = ["export", "--root", str(template / "kv"), "-o", str(out / "x.tar")]
+    new = template / "new"
+    words = ["copy", "--root", str(template / "kv"), "--to", str(new), "--create"]
     done = subprocess.run(
         [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
     )
     if protected:
         assert (done.returncode, done.stderr) == (128 + number, "interrupted\n")
-        assert os.listdir(out) == []
     else:
         assert done.returncode == -number
-        assert [name for name in os.listdir(out) if name.endswith(".part")]
+    assert bool(list(new.rglob("*.part"))) is not protected
 
 
 def test_an_interrupt_in_the_first_import_is_no_traceback(tmp_path):

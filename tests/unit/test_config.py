@@ -54,7 +54,7 @@ OPTIONS = {
     "io_threads": (["auto", 1, 4, 64], [0, -1, 65, "4", "Auto", 4.0, True, None]),
     "staging_bytes": (
         [MIB, "256MiB", "1.5 GiB", "4096B", " 1TiB "],
-        [0, -1, "", "256", "256MB", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
+        [0, -1, "", "256", "256M", "256M", "256 mib", "-1MiB", "0B", 1.5, True, None, "MiB"],
     ),
     "direct_io": (["auto", "on", "off"], [True, False, "yes", None, 1]),
     "transport": (["auto", "host", "gds"], ["GDS", "", True, None, "kvikio"]),
@@ -62,7 +62,7 @@ OPTIONS = {
     "load_deadline_s": ([0.01, 2, 2.5], [0, -1, "2", "2s", True, None, math.nan, math.inf]),
     "load_budget": (["off", "on"], ["auto", 0, 1, 2.5, True, None, ["on"]]),
     "lookup_timeout_s": ([0.01, 1], [0, "1s", True, None, 61, math.nan]),
-    "max_bytes": ([None, MIB, "500GiB"], [0, -1, "500", "500GB", True, 1.5]),
+    "max_bytes": ([None, MIB, "500GiB"], [0, -1, "500", "500G", True, 1.5]),
     "keep_free": (
         [0, "0", MIB, "50GiB", "2%", "0.5 %"],
         ["0%", "100%", "-1%", "2", True, None, 1.5],
@@ -155,8 +155,15 @@ def test_a_size_with_absurdly_many_digits_is_refused_and_not_a_crash(text):
         parsed(staging_bytes=text)
 
 
-def test_sizes_are_iec_units():
+def test_sizes_have_units_of_1000_or_of_1024():
     sizes = {"1B": 1, "2KiB": 2048, "3MiB": 3 * MIB, "1.5GiB": 3 << 29, "1 TiB": 1 << 40}
+    sizes |= {
+        "2kB": 2000,
+        "2KB": 2000,
+        "3MB": 3 * 10**6,
+        "500GB": 5 * 10**11,
+        "1.5 TB": 15 * 10**11,
+    }
     for text, nbytes in sizes.items():
         assert parsed(staging_bytes=text).staging_bytes == nbytes
 

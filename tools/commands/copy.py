@@ -5,84 +5,169 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
-from ..exits import UsageError
+from fskv.errors import RootError
+from fskv.sizes import parse_keep_free
+
+from ..copying import Copier, Fate, Outcome, Room, open_destination
+from ..exits import UsageError, outcome
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
-from ..root_view import RootView
-from ..terminal import progress
-from ..transfer.copy import copy
-from ..transfer.destination import Destination, Options
-from ..transfer.options import (
-    ChunkOption,
-    CreateOption,
-    GroupOption,
-    KeepFreeOption,
-    NewerOption,
-    OlderOption,
-    ReadBackOption,
-    ThreadsOption,
-    keep_free_option,
-)
-from ..transfer.selection import Found, Selection
-from ..transfer.tally import PROBLEM_LINE, Fate, Tally
-from .import_ import TRANSFERRED, open_root, report
+from ..root_view import ChunkFile, Namespace, RootView, chunk_files
+from ..terminal import age_option, emit, iec, progress, say
 
 LINES = {
-    "problem": PROBLEM_LINE,
-    "summary": {**TRANSFERRED, "gone": "files that were pruned from the source meanwhile"},
+    "problem": {
+        "what": "`bad` (failed a check) or `failed` (the disk said no)",
+        "name": "of the file or namespace",
+        "problem": "what is wrong, in words",
+    },
+    "summary": {
+        "stored": "files that were stored",
+        "stored_nbytes": "their length",
+        "there": "good files that were there already",
+        "gone": "files that were pruned from the source meanwhile",
+        "bad": "files and namespaces that failed a check",
+        "failed": "files and namespaces that could not be read or written",
+        "no_room": "files that were not stored because the root is full",
+        "unlistable": "directories that could not be listed",
+        "dry_run": "whether nothing was written",
+    },
 }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts outcomes, and says what is wrong as it comes."""
+
+    as_json: bool
+    newer_ns: int  # files that were used last before that stay
+    files: Counter[Fate] = field(default_factory=Counter)
+    stored_nbytes: int = 0
+    unlistable: int = 0
+
+    def found(self, one: Namespace) -> Iterator[ChunkFile]:
+        for shard in one.listed(self):
+            for file in chunk_files(one, shard.records):
+                if file.mtime_ns >= self.newer_ns:
+                    yield file
+
+    def add(self, one: Outcome) -> None:
+        if one.fate in (Fate.BAD, Fate.FAILED):
+            self.complain(one.fate, f"{one.file.namespace.id}/{one.file.relative}", one.why)
+            return
+        self.files[one.fate] += 1
+        self.stored_nbytes += one.nbytes * (one.fate is Fate.STORED)
+
+    def complain(self, fate: Fate, name: str, why: str) -> None:
+        self.files[fate] += 1
+        say(f"{name}: {why}")
+        if self.as_json:
+            emit("problem", what=fate, name=name, problem=why)
 
 
 def command(
     root: RootOption,
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The root to copy to.")],
     namespaces: NamespacesArgument = None,
-    chunk: ChunkOption = None,
-    newer_than: NewerOption = None,
-    older_than: OlderOption = None,
-    group: GroupOption = None,
-    keep_free: KeepFreeOption = "2%",
-    read_back: ReadBackOption = False,
-    create: CreateOption = False,
-    threads: ThreadsOption = 4,
+    newer_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Only what was used within this time, such as 12h, 30d."),
+    ] = None,
+    keep_free: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE|PERCENT",
+            help="Stop where less would stay free on the other root's file system.",
+        ),
+    ] = "2%",
+    create: Annotated[
+        bool, typer.Option("--create", help="Make an empty directory into a root first.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, max=64, help="Files copied at once.")] = 4,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy namespaces, or some of their chunks, from one root to another.
+    """Copy namespaces, or what was used of them lately, from one root to another.
 
     Every file is checked, all of its bytes, between the read and the write. Good files that are there already
-    stay: if a copy was interrupted, run it again. The bounds of the other root's engines hold, as for an
-    engine. Times of last use are kept. What root writes is given to the owner of the other root; where its
-    engines could not read it nothing is written.
+    stay: if a copy was interrupted, run it again. It stops at a bound of the other root's living engines, and
+    prunes nothing. Times of last use are kept. What root writes is given to the owner of the other root;
+    where its engines could not read it nothing is written.
 
     Exit code 1 if something is bad, 3 if something could not be read or stored.
     """
-    options = Options(keep_free_option(keep_free), read_back, threads)
-    selection = Selection.of(namespaces, chunk, newer_than, older_than, group)
+    kept = parse_keep_free("--keep-free", keep_free)
+    newer_s = None if newer_than is None else age_option("--newer-than", newer_than)
     view = RootView.open(root)
-    found = Found.look(view, selection)
+    spaces = {one.id: one for text in namespaces or (None,) for one in view.matching(text)}
     if os.path.realpath(to) == os.path.realpath(view.path):
         raise UsageError(f"--to {to}: is the same root as --root")
-    tally = Tally(as_json)
-    with Destination(
-        open_root(to, create=create, writable=not dry_run, option="--to"), options
-    ) as destination:
-        start = time.monotonic()
-        with progress(rate=True) as drawn:
-            total = found.total_nbytes() if sys.stderr.isatty() else None
-            task = drawn.add_task("copying", total=total)
-            copy(
-                found,
-                destination,
-                tally,
-                num_threads=threads,
-                advance=lambda nbytes: drawn.advance(task, nbytes),
-            )
-        took_s = time.monotonic() - start
-    tally.add_rest(found.problems, found.unlistable)
-    gone = {"gone": tally.files[Fate.GONE]} if as_json else {}
-    report(tally, destination, took_s, dry_run=dry_run, as_json=as_json, **gone)
-    raise typer.Exit(tally.exit)
+    destination = open_destination(to, create=create, writable=not dry_run)
+    room = Room(destination.path, kept)
+    tally = _Tally(as_json, 0 if newer_s is None else time.time_ns() - int(newer_s * 1e9))
+    start = time.monotonic()
+    with progress(rate=True) as drawn:
+        known = sys.stderr.isatty() and newer_s is None
+        total = sum(map(_nbytes, spaces.values())) if known else None
+        task = drawn.add_task("copying", total=total)
+        for _, one in sorted(spaces.items()):
+            if one.identity is None:
+                tally.complain(Fate.BAD, one.id, f"left out: {one.problem}")
+                continue
+            try:
+                copier = Copier(destination, one.identity, room)
+            except RootError as error:
+                tally.complain(Fate.FAILED, one.id, str(error))
+                continue
+            for done in copier.copy(tally.found(one), threads):
+                tally.add(done)
+                drawn.advance(task, done.file.nbytes)
+    _report(tally, room, time.monotonic() - start, dry_run=dry_run)
+    files = tally.files
+    partial = files[Fate.FAILED] or files[Fate.NO_ROOM] or tally.unlistable
+    raise typer.Exit(outcome(problems=files[Fate.BAD], partial=partial))
+
+
+def _nbytes(one: Namespace) -> int:
+    try:
+        return one.catalogue(fresh=False)[0].nbytes
+    except OSError:
+        return 0  # said when it is walked
+
+
+def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:
+    """Say what was done, and how to go on where it was not all."""
+    files, nbytes = tally.files, tally.stored_nbytes
+    if room.refusal is not None:
+        say(f"stopped: {room.refusal}")
+        say(
+            "make room (fskv prune, a larger bound) and run the same command again: it goes on there"
+        )
+    if tally.as_json:
+        counts = {fate.value: files[fate] for fate in Fate}
+        emit(
+            "summary",
+            **counts,
+            stored_nbytes=nbytes,
+            unlistable=tally.unlistable,
+            dry_run=dry_run,
+        )
+        return
+    rate = f", {iec(nbytes / took_s)}/s" if nbytes and took_s > 0 else ""
+    words = [f"{files[Fate.STORED]:,} files {'would be ' * dry_run}stored ({iec(nbytes)}{rate})"]
+    for fate, text in (
+        (Fate.THERE, "were there"),
+        (Fate.BAD, "bad"),
+        (Fate.FAILED, "failed"),
+        (Fate.NO_ROOM, "without room"),
+        (Fate.GONE, "gone meanwhile"),
+    ):
+        if files[fate] or fate is Fate.THERE:
+            words.append(f"{files[fate]:,} {text}")
+    say(", ".join(words))

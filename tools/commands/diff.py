@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fskv import namespace
-from fskv.namespace import Absent, Json
+from fskv.namespace import Absent
 
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
@@ -20,7 +20,7 @@ LINES = {
         "field": "field of the identity; a part of `extra` as extra.PART",
         "label": "what it is, in words",
         "why": "why it matters",
-        "remedy": "setting (start both alike), choice (an option of fskv makes it not matter), none",
+        "can_share": "whether there is anything to do",
         "how": "what to do to share",
         "paths": "list of objects: path (below the identity), a and b (JSON values), a_absent and b_absent",
     },
@@ -28,7 +28,7 @@ LINES = {
         "a": "ARCH/MODEL@DIGEST",
         "b": "ARCH/MODEL@DIGEST",
         "equal": "whether they are one namespace",
-        "shareable": "whether every difference has a remedy",
+        "shareable": "whether the two can share once all of that is done",
         "headline": "one sentence, or null",
         "fields": "number of fields that differ",
         "paths": "number of values that differ",
@@ -36,29 +36,19 @@ LINES = {
 }
 
 
+def _identity(metavar: str, text: str) -> Any:
+    return typer.Argument(
+        metavar=metavar, help=text, autocompletion=complete_namespace, show_default=False
+    )
+
+
 def command(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A",
-            autocompletion=complete_namespace,
-            help="A namespace of the root, or the path of a namespace.json or of a directory with one.",
-            show_default=False,
-        ),
+        _identity("A", "A namespace of the root, or the path of its directory or namespace.json."),
     ],
-    b: Annotated[
-        str,
-        typer.Argument(
-            metavar="B",
-            autocompletion=complete_namespace,
-            help="The other one, likewise.",
-            show_default=False,
-        ),
-    ],
-    root: Annotated[
-        str | None,
-        root_option("The cache root; not needed for two paths."),
-    ] = None,
+    b: Annotated[str, _identity("B", "The other one, likewise.")],
+    root: Annotated[str | None, root_option("The cache root; not needed for two paths.")] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print the fields that differ only, one per line.")
     ] = False,
@@ -118,13 +108,13 @@ def emit_reasons(found: list[Reason]) -> None:
             field=reason.field,
             label=reason.meaning.label,
             why=reason.meaning.why,
-            remedy=reason.meaning.remedy.value,
+            can_share=reason.meaning.can_share,
             how=reason.meaning.how,
             paths=[
                 {
                     "path": each.path,
-                    "a": _json(each.a),
-                    "b": _json(each.b),
+                    "a": None if isinstance(each.a, Absent) else each.a,
+                    "b": None if isinstance(each.b, Absent) else each.b,
                     "a_absent": isinstance(each.a, Absent),
                     "b_absent": isinstance(each.b, Absent),
                 }
@@ -140,12 +130,8 @@ def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
         a=one.id,
         b=other.id,
         equal=not found,
-        shareable=all(reason.meaning.remedy.value != "none" for reason in found),
+        shareable=all(reason.meaning.can_share for reason in found),
         headline=headline(found) if found else None,
         fields=len(found),
         paths=sum(len(reason.differences) for reason in found),
     )
-
-
-def _json(value: Json | Absent) -> Json:
-    return None if isinstance(value, Absent) else value

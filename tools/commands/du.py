@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from fskv.root.filesystem import Space
+from fskv.index.tally import Count
 
 from ..exits import outcome
-from ..neighbours import wall_clock_ns
 from ..options import JsonOption, NamespaceArgument, RootOption
 from ..root_view import RootView
 from ..terminal import (
@@ -21,7 +20,6 @@ from ..terminal import (
     emit,
     fill,
     iec,
-    is_wide,
     many,
     new_table,
     plain,
@@ -31,11 +29,10 @@ from ..terminal import (
     show,
     walk_progress,
 )
-from ..usage import Bounds, NamespaceUsage, RootUsage, Sums, age_text, bounds_of
+from ..usage import Key, NamespaceUsage, RootUsage
 
 _COUNTS = {
     "files": "chunk files",
-    "nbytes": "their lengths; null where no good header says it",
     "nbytes_on_disk": "what they take on disk",
     "unused": "list of objects with `age` (such as 7d), `files` and `nbytes_on_disk` not used for so long",
 }
@@ -94,21 +91,14 @@ class By(StrEnum):
     GROUP = "group"
 
 
-def _key(by: By, usage: NamespaceUsage, group: int) -> tuple[str, ...]:
+def _key(by: By, usage: NamespaceUsage, group: int) -> Key:
     one = usage.namespace
-    if by is By.NAMESPACE:
-        return one.arch, one.name, one.tenant or ""
-    if by is By.ARCH:
-        return (one.arch,)
-    return (one.tenant or "",) if by is By.TENANT else (usage.kind(group),)
-
-
-_COLUMNS = {
-    By.NAMESPACE: ("ARCH", "MODEL@DIGEST", "TENANT"),
-    By.ARCH: ("ARCH",),
-    By.TENANT: ("TENANT",),
-    By.GROUP: ("KV GROUP",),
-}
+    return {
+        By.NAMESPACE: (one.arch, one.id, one.tenant, None),
+        By.ARCH: (one.arch, None, None, None),
+        By.TENANT: (None, None, one.tenant, None),
+        By.GROUP: (None, None, None, usage.kind(group)),
+    }[by]
 
 
 def command(
@@ -129,65 +119,50 @@ def command(
     """Show what takes how much room, by namespace, architecture, tenant and kind of KV group.
 
     Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
-    free. Every file is looked at, so that last uses are those of now. SIZE is the length of the files, ON
-    DISK what they take; a narrow terminal shows fewer columns. `fskv gc` lists foreign entries and removes
-    garbage.
+    free. Every file is looked at, so that last uses are those of now. `fskv gc` lists foreign entries and
+    removes garbage.
 
     Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.
     """
     view = RootView.open(root)
     spaces = view.matching(namespace)
     ages_s = sorted(age_option("--unused-for", text) for text in unused_for or ("1d", "7d", "30d"))
-    now_ns = wall_clock_ns()
-    usage = RootUsage(view.path, spaces, ages_s, now_ns)
+    usage = RootUsage(view.path, spaces, ages_s)
     with walk_progress("looking", len(spaces)) as seen:
         usage.count(seen)
-    bounds = bounds_of(view.path, now_ns)
-    space = Space.of(view.path)
-    ages = [age_text(age_s) for age_s in ages_s]
-    total = usage.sums(lambda *_: ()).get((), Sums(unused=[(0, 0)] * len(ages)))
     tables = {one: usage.sums(partial(_key, one)) for one in by or By}
-    print_all = _emit if as_json else partial(_print, root)
-    print_all(usage, tables, total, ages, bounds, space)
-    problems = sum(one.namespace.problem is not None for one in usage.namespaces)
+    if as_json:
+        _emit(usage, tables)
+    else:
+        _print(root, usage, tables)
     unlistable = any(one.unlistable for one in usage.namespaces)
-    raise typer.Exit(outcome(problems=problems, partial=unlistable))
+    raise typer.Exit(outcome(problems=usage.num_problems, partial=unlistable))
 
 
 # --- for people -------------------------------------------------------------------------
 
 
-def _print(
-    root: str,
-    usage: RootUsage,
-    tables: dict[By, dict[tuple[str, ...], Sums]],
-    total: Sums,
-    ages: list[str],
-    bounds: Bounds,
-    space: Space,
-) -> None:
+def _print(root: str, usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
         if len(rows) > (by not in (By.NAMESPACE, By.GROUP)) or len(tables) == 1:
-            _print_table(by, rows, total, ages)
+            _print_table(by, rows, usage)
     for one in usage.namespaces:
         _print_garbage(one)
-    free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free"
+    space = usage.space
+    free = "does not say how much is free"
     if space.total_nbytes:
-        free += f" ({space.free_nbytes / space.total_nbytes:.0%})"
-    else:
-        free = "does not say how much is free"
+        share = space.free_nbytes / space.total_nbytes
+        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.0%})"
     inodes = f", {space.free_inodes:,} inodes free" if space.total_inodes else ""
     _line("file system", f"{free}{inodes}")
-    for scope in bounds.scopes:
+    for scope in usage.bounds.scopes:
         name = f" of {scope.name}" if scope.name else ""
-        _line(
-            "bound",
-            f"{scope.kind}{name}: {iec(scope.used)} of {iec(scope.limit)} in use",
-        )
-    if bounds.heartbeats:
-        _line("engines", f"{len(bounds.heartbeats):,}, last counted {ago(bounds.counted_at_ns)}")
+        used = f"{iec(scope.used)} of {iec(scope.limit)} in use"
+        _line("bound", f"{scope.kind}{name}: {used}")
+    if beats := usage.bounds.heartbeats:
+        _line("engines", f"{len(beats):,}, last counted {ago(usage.bounds.counted_at_ns)}")
     prune = f"fskv prune --root {shlex.quote(root)}"
-    for target in usage.targets(bounds.scopes):
+    for target in usage.targets():
         files = many(target.num_files, "file")
         _line("would free", f"{iec(target.nbytes)} in {files}: {prune} {target.option}")
 
@@ -196,34 +171,22 @@ def _line(name: str, text: str) -> None:
     print(f"{name:<13}{fill(text, 13).lstrip()}")
 
 
-def _print_table(by: By, rows: dict[tuple[str, ...], Sums], total: Sums, ages: list[str]) -> None:
-    columns, shown = _COLUMNS[by], list(range(len(_COLUMNS[by])))
-    numbers = ["FILES", "SIZE", "ON DISK", *(f"UNUSED {age}" for age in ages)]
-    kept = list(range(len(numbers)))
-    if by is By.NAMESPACE and not any(key[2] for key in rows):
-        shown.remove(2)
-    if not is_wide():
-        kept = sorted({0, 2, len(numbers) - 1})
-        if by is By.NAMESPACE and len({key[0] for key in rows}) == 1:
-            shown.remove(0)
-    right = [numbers[at] for at in kept]
-    table = new_table(*(columns[at] for at in shown), *right, right=right)
-    for key, sums in rows.items():
-        cells = _cells(sums)
-        names = [show(key[at]) or "-" for at in shown]
-        table.add_row(*map(plain, [*names, *(cells[at] for at in kept)]))
+def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
+    numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
+    table = new_table(by.value.upper(), *numbers, right=numbers)
+    for key, count in rows.items():
+        name = key[1] or next((text for text in key if text), "-")
+        table.add_row(*map(plain, [name, *_cells(count)]))
     if len(rows) > 1 and by is By.NAMESPACE:
         table.add_section()
-        cells = _cells(total)
-        names = [many(len(rows), "namespace"), *[""] * (len(shown) - 1)]
-        table.add_row(*map(plain, [*names, *(cells[at] for at in kept)]))
+        name = many(len(rows), "namespace")
+        table.add_row(*map(plain, [name, *_cells(usage.total)]))
     print_table(table)
 
 
-def _cells(sums: Sums) -> list[str]:
-    length = "?" if sums.length is None else iec(sums.length)
-    unused = [iec(nbytes) for _, nbytes in sums.unused]
-    return [f"{sums.num_files:,}", length, iec(sums.nbytes), *unused]
+def _cells(count: Count) -> list[str]:
+    unused = [iec(nbytes) for _, nbytes in count.unused]
+    return [f"{count.num_files:,}", iec(count.nbytes), *unused]
 
 
 def _print_garbage(one: NamespaceUsage) -> None:
@@ -244,38 +207,19 @@ def _print_garbage(one: NamespaceUsage) -> None:
 # --- for programs -----------------------------------------------------------------------
 
 
-def _counts(sums: Sums, ages: list[str]) -> dict[str, object]:
+def _counts(count: Count, ages: list[str]) -> dict[str, object]:
     unused = [
         {"age": age, "files": files, "nbytes_on_disk": nbytes}
-        for age, (files, nbytes) in zip(ages, sums.unused, strict=True)
+        for age, (files, nbytes) in zip(ages, count.unused, strict=True)
     ]
-    return {
-        "files": sums.num_files,
-        "nbytes": sums.length,
-        "nbytes_on_disk": sums.nbytes,
-        "unused": unused,
-    }
+    return {"files": count.num_files, "nbytes_on_disk": count.nbytes, "unused": unused}
 
 
-def _emit(
-    usage: RootUsage,
-    tables: dict[By, dict[tuple[str, ...], Sums]],
-    total: Sums,
-    ages: list[str],
-    bounds: Bounds,
-    space: Space,
-) -> None:
+def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        for key, sums in rows.items():
-            emit(
-                "use",
-                by=by.value,
-                arch=key[0] if by in (By.ARCH, By.NAMESPACE) else None,
-                namespace=f"{key[0]}/{key[1]}" if by is By.NAMESPACE else None,
-                tenant=key[-1] or None if by in (By.TENANT, By.NAMESPACE) else None,
-                group=key[0] if by is By.GROUP else None,
-                **_counts(sums, ages),
-            )
+        for (arch, namespace, tenant, group), count in rows.items():
+            names = {"arch": arch, "namespace": namespace, "tenant": tenant, "group": group}
+            emit("use", by=by.value, **names, **_counts(count, usage.ages))
     for one in usage.namespaces:
         emit(
             "garbage",
@@ -288,6 +232,7 @@ def _emit(
             problem=one.namespace.problem,
             unlistable=one.unlistable,
         )
+    space = usage.space
     emit(
         "filesystem",
         nbytes=space.total_nbytes,
@@ -295,23 +240,17 @@ def _emit(
         inodes=space.total_inodes,
         free_inodes=space.free_inodes,
     )
-    for scope in bounds.scopes:
-        emit(
-            "bound",
-            scope=scope.kind,
-            name=scope.name,
-            limit=scope.limit,
-            used=scope.used,
-        )
-    for target in usage.targets(bounds.scopes):
+    for scope in usage.bounds.scopes:
+        emit("bound", scope=scope.kind, name=scope.name, limit=scope.limit, used=scope.used)
+    for target in usage.targets():
         emit("target", option=target.option, files=target.num_files, nbytes_on_disk=target.nbytes)
     emit(
         "summary",
-        **_counts(total, ages),
+        **_counts(usage.total, usage.ages),
         namespaces=len(usage.namespaces),
-        problems=sum(one.namespace.problem is not None for one in usage.namespaces),
+        problems=usage.num_problems,
         foreign=sum(one.num_foreign for one in usage.namespaces),
         unlistable=sum(one.unlistable for one in usage.namespaces),
-        heartbeats=len(bounds.heartbeats),
-        counted_at=rfc3339(bounds.counted_at_ns),
+        heartbeats=len(usage.bounds.heartbeats),
+        counted_at=rfc3339(usage.bounds.counted_at_ns),
     )

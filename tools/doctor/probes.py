@@ -16,12 +16,11 @@ from fskv.errors import ChunkCorrupt, ChunkError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader, FileLayout
 from fskv.format.integrity import xxh3_rows
-from fskv.root.files import NO_LINKS
+from fskv.root.files import NO_LINKS, RegularFile
 from fskv.root.root import PART_PREFIX
 from fskv.transports.chunk_fd import open_chunk_fd
 
 from ..terminal import duration, iec
-from ..transfer.candidate import exactly
 from .finding import Finding, Subject, hint, ok, problem, warning
 
 _ODD_NS = 1_600_000_001_123_456_789
@@ -271,7 +270,7 @@ def _store_and_load(subject: Subject, content: bytes, header: ChunkHeader) -> tu
             os.rename(part, final)
         stored = time.perf_counter()
         with open_chunk_fd(final) as (fd, info):
-            read = exactly(fd, info.st_size)
+            read = RegularFile(fd, info).read(info.st_size)
         found = chunk_file.parse_header(read)
         payload = memoryview(read)[found.header_nbytes :]
         chunk_file.check_rows(payload, 0, found.row_digests)
