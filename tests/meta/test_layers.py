@@ -82,7 +82,7 @@ HOMES = {
         "fskv.engines.",
         "fskv.index.",
         "fskv.bounds.evict",
-        "tools.report.",
+        "tools.survey",
         "tools.pruning",
     ),
     "aiofiles": ("fskv.index.", "fskv.bounds.evict"),
@@ -93,8 +93,9 @@ HOMES = {
         *("tools.endpoint", "tools.exporter", "tools.metrics_server"),
         "fskv.engines.prometheus",
     ),
-    # replay --plot
-    "matplotlib": ("tools.replay.report",),
+    # replay --plot, and report
+    "matplotlib": ("tools.replay.report", "tools.report."),
+    "jinja2": ("tools.report.",),
     # explain --prompt
     "tokenizers": ("tools.explain.text",),
     # export --zstd
@@ -110,6 +111,7 @@ LAZY = {
     "blake3": ("fskv.",),
     "triton": ("fskv.",),
     "matplotlib": ("tools.",),
+    "jinja2": ("tools.",),
     "zstandard": ("tools.",),
     "yaml": ("tools.",),
 }
