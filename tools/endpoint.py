@@ -221,6 +221,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> 
                 if time.monotonic() > end_s:
                     raise TimeoutError
     except HTTPError as error:
+        error.close()
         raise NoMetrics(f"HTTP {error.code}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
