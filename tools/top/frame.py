@@ -70,7 +70,7 @@ def _head(frame: Frame) -> RenderableType:
     title = Text.assemble((" fskv top  ", "bold cyan"), (show(frame.root), "bold"))
     grid.add_row(title, f"{(seen.at or '')[11:19]} UTC" if seen else "")
     if seen is not None:
-        size = Text(" ")
+        size = Text(" ", no_wrap=True, overflow="ellipsis")
         if seen.nbytes is not None:
             size.append(f"{iec(seen.nbytes)} in {seen.files:,} files", style="bold")
         for word, value in (("grows", seen.growth), ("pruned", seen.pruned)):
@@ -205,7 +205,7 @@ def _more(table: Table, num: int, rows: int | None) -> None:
 def _panel(title: str, body: RenderableType, told: str = "") -> Panel:
     return Panel(
         body,
-        title=Text(f" {title} ", "bold"),
+        title=Text(f" {title} ", "bold not dim"),
         title_align="left",
         subtitle=Text(f" {show(told)} ", "dim") if told else None,
         subtitle_align="right",

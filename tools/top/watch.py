@@ -132,7 +132,7 @@ class Watches:
         self.root.wait(until_s)
         self.frame()
         if self._walk is not None and self._walk.wait(until_s) and self._walk.answers == 1:
-            answers = max(answers, self.root.answers + 2)  # the next look has its sizes
+            answers = max(answers, self.root.answers + 1)  # the next look has its sizes
         self.root.wait(until_s, answers)
         for one in self._endpoints.values():
             one.wait(until_s, answers)
