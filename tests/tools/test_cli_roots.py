@@ -46,7 +46,7 @@ LOOKS = {
     "rm": ["rm", "{ns}", "--dry-run"],
     "gc": ["gc", "--dry-run"],
 }
-NO_JSON = {"dir"}
+NO_JSON = {"dir", "report"}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import html.parser
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 from fskv_tools import survey
-from fskv_tools.report import figures, page
 from fskv_tools.root_view import Namespace, RootView
 from metrics_lab import Engine, server
 
@@ -285,17 +283,6 @@ def test_a_root_full_of_strange_entries_is_reported_and_left_alone(lab, tmp_path
     assert {path: os.lstat(path).st_ino for path in before} == before
 
 
-@pytest.mark.parametrize("kind", ["missing", "foreign", "newer"])
-def test_what_is_no_root_is_said_and_no_page_is_written(tmp_path, kind):
-    root = tmp_path / "kv"
-    if kind != "missing":
-        root.mkdir()
-        (root / "fskv.json").write_text('{"format": 99}' if kind == "newer" else "[")
-    done = run("report", "--html", tmp_path / "out.html", root=root)
-    assert done.exit_code == 10
-    assert not (tmp_path / "out.html").exists()
-
-
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_what_draws_a_page_is_named_where_it_is_not_installed(lab, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -342,29 +329,6 @@ def test_a_page_that_could_not_be_written_leaves_the_old_one_and_no_part(
             assert report(lab, tmp_path)[0].exit_code in (1, 130)
         assert sorted(os.listdir(tmp_path)) == ["kv", "out.html"]
         assert (tmp_path / "out.html").read_text() == old
-
-
-@pytest.mark.parametrize("call", ["survey.walk", "os.rename"], ids=["looking", "publishing"])
-def test_ctrl_c_leaves_nothing_behind(lab, tmp_path, call):
-    lab.chunks(lab.namespace(), range(30))
-    code = (
-        "import os, time; from fskv_tools import survey; from fskv_tools.cli import main\n"
-        f"real = {call}\n"
-        "def slow(*args, **more):\n"
-        "    print('there', flush=True); time.sleep(1); return real(*args, **more)\n"
-        f"{call} = slow\n"
-        "main()"
-    )
-    words = ["report", "--root", lab.path, "--html", str(tmp_path / "out.html")]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout.readline() == b"there\n"
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == 130, err
-    assert b"Traceback" not in err
-    assert os.listdir(tmp_path) == ["kv"]
 
 
 # --- its parts --------------------------------------------------------------------------
@@ -423,12 +387,3 @@ def test_a_hundred_thousand_files_are_sampled_alike_and_not_held(lab, monkeypatc
     drawn = [np.frombuffer(raw, RECORD)[0]["nbytes"] - 4096 for _, _, raw in found._chosen()]
     assert len(drawn) == survey.SAMPLE
     assert 0.4 < np.mean(np.array(drawn) < 200) < 0.6
-
-
-def test_a_page_does_not_change_with_an_unchanged_root(lab, tmp_path):
-    lab.chunks(lab.namespace(), range(5), age_s=5.2 * DAY)
-    view = RootView.open(lab.path)
-    seen, walk = survey.Observer(view).look(), survey.walk(view)
-    first, second = (page.page(seen, walk, walk.judged()) for _ in range(2))
-    assert first == second
-    assert figures.LIGHT.keys() == figures.DARK.keys()

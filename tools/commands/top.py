@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -89,7 +90,7 @@ def command(
             frame = watches.frame()
             unanswered += frame.partial
             if as_json:
-                emit("sample", **frame.fields())
+                emit("sample", **asdict(frame))
                 sys.stdout.flush()
             else:
                 _print(frame)

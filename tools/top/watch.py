@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from .. import survey
 from ..endpoint import Endpoint, Scraper
@@ -97,9 +97,6 @@ class Frame:
         seen = self.survey
         return seen is None or bool(self.problem or self.no_answer_s or seen.unlistable)
 
-    def fields(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Watches:
     """The watches of one run of `top`."""
@@ -131,11 +128,19 @@ class Watches:
         """Wait for so many looks at the root and at each endpoint, and for a walk if there is to be one."""
         self.root.wait(until_s)
         self.frame()
-        if self._walk is not None and self._walk.wait(until_s) and self._walk.answers == 1:
-            answers = max(answers, self.root.answers + 1)  # the next look has its sizes
+        if self._walk is not None and self._walk.wait(until_s) and self._walk.answer is not None:
+            while time.monotonic() < until_s and self._lacks_sizes:
+                self.root.wait(until_s, self.root.answers + 1)
         self.root.wait(until_s, answers)
         for one in self._endpoints.values():
             one.wait(until_s, answers)
+
+    @property
+    def _lacks_sizes(self) -> bool:
+        """Whether the last look at the root was before the first walk."""
+        seen = self.root.answer
+        walks = self._observer is not None and self._observer.needs_walk
+        return walks and seen is not None and seen.counted_by != "walk"
 
     def frame(self) -> Frame:
         """Return what is known now. A walk begins where nobody counts the root."""
