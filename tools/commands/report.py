@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import time
 from typing import Annotated
 
@@ -81,13 +80,8 @@ def _checked(path: str, root: str) -> str:
     name, folder = show(path), os.path.dirname(whole)
     if path == "-" or "\0" in path or not os.path.basename(path):
         raise UsageError(f"--html: found {name!r}, expected the name of a file")
-    try:
-        if not stat.S_ISREG(os.lstat(whole).st_mode):
-            raise UsageError(f"--html: {name} is there and is no plain file; it is left alone")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UsageError(f"--html: {name}: {error.strerror}") from None
+    if os.path.lexists(whole) and (os.path.islink(whole) or not os.path.isfile(whole)):
+        raise UsageError(f"--html: {name} is there and is no plain file; it is left alone")
     if f"{os.path.realpath(folder)}/".startswith(os.path.realpath(root).rstrip("/") + "/"):
         raise UsageError(f"--html: {name} is inside the root; all that is in there belongs to fskv")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):

@@ -150,7 +150,8 @@ class Watches:
         seen = root.answer
         problem = root.words or (seen.problem if seen else None)
         ends = [_endpoint(url, one) for url, one in self._endpoints.items()]
-        return Frame(self._path, problem, root.silent_s, round(root.age_s, 1), seen, ends)
+        path = seen.root if seen else self._path
+        return Frame(path, problem, root.silent_s, round(root.age_s, 1), seen, ends)
 
 
 def _endpoint(url: str, watch: Watch[Endpoint]) -> Endpoint:
