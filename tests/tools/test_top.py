@@ -540,14 +540,14 @@ def nothing(path="/kv"):
 def test_a_frame_fits_whatever_there_is_to_show(width):
     for shown in (busy(), busy(0), nothing(), nothing("/\u4e2d" * 90)):
         for details in (True, False):
-            drawn = frame.draw(shown, width, rows=4, details=details)
+            drawn = frame.draw(shown, width, rows=4, rest=details)
             lines = text_of(drawn, width).splitlines()
             assert max((cell_len(line) for line in lines), default=0) <= width
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_what_matters_most_is_on_each_screen_and_what_is_left_out_is_counted(width):
-    shown = text_of(frame.draw(busy(), width, rows=5, details=False), width)
+    shown = text_of(frame.draw(busy(), width, rows=5, rest=False), width)
     for told in (
         *("How full", "Who works", "What hits", "no answer from the root for 5 s", "no such root"),
         *("200.0 %", "80.0 %", "silent 17 s", "and 25 more", "8 engines silent: gpu-node-001"),
@@ -666,7 +666,7 @@ def test_a_new_size_is_drawn_and_no_terminal_is_one_frame(lab):
     terminal = Terminal(lab, "--interval", "30")
     terminal.read_until(b"details")
     terminal.type(b"d")
-    terminal.read_until(b"less")
+    terminal.read_until(b"overview")
     assert b"x" * 60 not in terminal.seen
     terminal.resize(50, 140)
     terminal.read_until(b"x" * 60)

@@ -66,7 +66,7 @@ def command(
     What engines tell each other in the root is read, no chunk file is opened, and nothing is written. Where
     no engine counts the root this command counts it. With --metrics it shows what engines publish: the share
     of requests that hit (of the last interval, and since the engine's start), the share of tokens, rates and
-    failures. The key d shows namespaces and reasons as well, q ends it.
+    failures. The key d shows namespaces and reasons instead, q ends it.
 
     Without a terminal one frame is printed, as with --once. A root or an endpoint that stops answering is
     said to be so, and the rest goes on. Exit code 3 if the root did not answer, or if something in it could

@@ -19,24 +19,25 @@ _STYLES = {survey.ALIVE: "green", survey.SILENT: "yellow", survey.GONE: "red", "
 _BESIDE = 130  # columns from which one panel is beside another
 
 
-def draw(frame: Frame, width: int, *, rows: int | None = None, details: bool = True) -> Group:
-    """Return a screen of `width` columns, with `rows` rows in a table at most."""
+def draw(
+    frame: Frame, width: int, *, rows: int | None = None, first: bool = True, rest: bool = True
+) -> Group:
+    """Return one screen or both, `width` columns wide, with `rows` rows in a table at most."""
     seen, parts = frame.survey, [_head(frame), *_complaints(frame)]
-    if seen is not None:
+    if first and seen is not None:
         pair = [one for one in (_bounds(seen, width, rows), _engines(seen, width, rows)) if one]
         if width >= _BESIDE and len(pair) == 2:
             beside = Table.grid(expand=True)
             beside.add_column(ratio=2)
             beside.add_column(ratio=3)
             beside.add_row(*pair)
-            parts.append(beside)
-        else:
-            parts += pair
-    if frame.endpoints:
+            pair = [beside]
+        parts += pair
+    if first and frame.endpoints:
         parts.append(_hits(frame.endpoints, width, rows))
-    if details and seen is not None:
+    if rest and seen is not None:
         parts.append(_namespaces(seen, width, rows))
-    if details and any(one.total for one in frame.endpoints):
+    if rest and any(one.total for one in frame.endpoints):
         parts.append(_reasons(frame.endpoints, rows))
     return Group(*parts)
 
@@ -95,7 +96,7 @@ def _complaints(frame: Frame) -> list[RenderableType]:
     return [Text(f" ! {show(words)}", _STYLES.get(level, "yellow")) for level, words in found]
 
 
-def _bounds(seen: survey.Survey, width: int, rows: int | None) -> Panel | None:
+def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
     bar = ["|"] if width >= 70 else []
     table = _table("+bound", ">used", ">of", ">full", *bar)
     for scope in seen.bounds[-rows:] if rows else seen.bounds:
@@ -109,7 +110,7 @@ def _bounds(seen: survey.Survey, width: int, rows: int | None) -> Panel | None:
     return _panel("How full", table) if seen.bounds else None
 
 
-def _engines(seen: survey.Survey, width: int, rows: int | None) -> Panel | None:
+def _engines(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
     model = ["+model"] if width >= 70 else []
     table = _table("process", *model, ">written", ">rate", "status")
     # Who is in trouble comes first: the last rows may not fit.

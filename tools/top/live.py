@@ -19,7 +19,7 @@ from .watch import Frame
 
 _QUIT, _DETAILS = b"qQ\x04", b"dD"  # the last of the first is Ctrl-D
 _TICK_S = 1.0  # what is shown of silence goes on counting, and a new size is drawn
-_FIXED, _TABLES = 14, 2  # lines beside rows of tables, and tables that share the rest
+_FIXED, _TABLES = 15, 3  # lines beside the rows of tables, and tables that share the others
 
 
 def can_draw() -> bool:
@@ -29,13 +29,13 @@ def can_draw() -> bool:
 
 def run(frame: Callable[[], Frame], interval_s: float) -> None:
     """Draw until q is pressed. Raises KeyboardInterrupt."""
-    console, details = Console(highlight=False), False
+    console, rest = Console(highlight=False), False
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False)
     with _keys() as keys, live:
         while True:
-            rows = max(3, (console.height - _FIXED) // (2 * _TABLES if details else _TABLES))
-            shown = draw(frame(), console.width, rows=rows, details=details)
-            hint = Text(f"  d {'less' if details else 'details'}   q quit", "dim")
+            rows = max(2, (console.height - _FIXED) // _TABLES)
+            shown = draw(frame(), console.width, rows=rows, first=not rest, rest=rest)
+            hint = Text(f"  d {'overview' if rest else 'details'}   q quit", "dim")
             live.update(Group(shown, hint), refresh=True)
             if select.select(keys, [], [], min(interval_s, _TICK_S))[0]:
                 pressed = b"q"  # or the terminal is gone
@@ -43,7 +43,7 @@ def run(frame: Callable[[], Frame], interval_s: float) -> None:
                     pressed = os.read(keys[0], 64) or b"q"
                 if any(key in _QUIT for key in pressed):
                     return
-                details ^= any(key in _DETAILS for key in pressed)
+                rest ^= any(key in _DETAILS for key in pressed)
 
 
 @contextlib.contextmanager
