@@ -410,7 +410,7 @@ def amiss(
     ]
     for status in (GONE, SILENT):
         lost = [one.host for one in seen.engines if one.status == status]
-        named = f"{many(len(lost), 'engine')} {status}: {', '.join(lost[:9])}"
+        named = f"{many(len(lost), 'engine')} {status}: {', '.join(lost[:5])}"
         found.append(("warn", len(lost), named))
     if walk is not None:
         spaces = [one.namespace for one in walk.namespaces if one.namespace.problem]

@@ -551,7 +551,7 @@ def test_what_matters_most_is_on_each_screen_and_what_is_left_out_is_counted(wid
     for told in (
         *("How full", "Who works", "What hits", "no answer from the root for 5 s", "no such root"),
         *("200.0 %", "80.0 %", "silent 17 s", "and 25 more", "8 engines silent: gpu-node-001"),
-        *("7; sizes may be too small", "3 files cannot be removed"),
+        *("could not be listed: 7; sizes", "3 files cannot be removed"),
     ):
         assert told in shown.replace("\n", " "), told
     assert "Namespaces" not in shown  # behind a key

@@ -23,7 +23,7 @@ def draw(
     frame: Frame, width: int, *, rows: int | None = None, first: bool = True, rest: bool = True
 ) -> Group:
     """Return one screen or both, `width` columns wide, with `rows` rows in a table at most."""
-    seen, parts = frame.survey, [_head(frame), *_complaints(frame)]
+    seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
     if first and seen is not None:
         pair = [one for one in (_bounds(seen, width, rows), _engines(seen, width, rows)) if one]
         if width >= _BESIDE and len(pair) == 2:
@@ -82,8 +82,8 @@ def _head(frame: Frame) -> RenderableType:
     return grid
 
 
-def _complaints(frame: Frame) -> list[RenderableType]:
-    """Say in a line each what is not as it should be."""
+def _complaints(frame: Frame, rows: int | None) -> list[RenderableType]:
+    """Say in a line each what is not as it should be; on a live screen no line is broken."""
     seen, found = frame.survey, []
     if frame.no_answer_s:
         old = f"; what is shown is {duration(frame.age_s)} old" if seen else ""
@@ -93,7 +93,15 @@ def _complaints(frame: Frame) -> list[RenderableType]:
     if frame.problem and not (seen and frame.problem == seen.problem):
         found.append(("bad", frame.problem))
     found += survey.amiss(seen) if seen else []
-    return [Text(f" ! {show(words)}", _STYLES.get(level, "yellow")) for level, words in found]
+    return [
+        Text(
+            f" ! {show(words)}",
+            _STYLES.get(level, "yellow"),
+            no_wrap=rows is not None,
+            overflow="fold" if rows is None else "ellipsis",
+        )
+        for level, words in found
+    ]
 
 
 def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
@@ -175,7 +183,7 @@ def _namespaces(seen: survey.Survey, width: int, rows: int | None) -> Panel:
 
 def _reasons(endpoints: Sequence[Endpoint], rows: int | None) -> Panel:
     """Return why loads failed, chunks were missed or were not stored, since the start."""
-    table = _table("engine", "failed loads", "missed", "+not stored")
+    table = _table("+engine", "failed loads", "missed", "not stored")
     for one in endpoints[:rows]:
         if (total := one.total) is not None:
             found = (total.load_failures, total.missed, total.stores_skipped)
