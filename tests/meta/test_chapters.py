@@ -41,7 +41,7 @@ def test_near_a_file_of_the_product_is_what_imports_it_or_is_named_for_it():
     assert "tests/unit/test_jobs.py" in near("fskv/data_path/runner.py")  # imports it
     assert damaged in near("fskv/data_path/runner.py")  # a fault's
     assert "tests/unit/test_native.py" in near("fskv/csrc/chunk_io.c")
-    assert near("tools/top/line.py") == {"tests/tools/test_top.py"}  # its folder's name
+    assert near("tools/top/live.py") == {"tests/tools/test_top.py"}  # its folder's name
     assert near("fskv/csrc/xxh3.c") == {"tests/unit", "tests/adapter"}  # nothing is near
     listed = [p for folder in ("fskv", "tools") for p in (REPOSITORY / folder).rglob("*.py")]
     for path in listed:

@@ -81,7 +81,7 @@ HOMES = {
         "fskv.engines.",
         "fskv.index.",
         "fskv.bounds.evict",
-        "tools.report.",
+        "tools.survey",
         "tools.pruning",
         "tools.bench.store",
     ),
@@ -93,8 +93,9 @@ HOMES = {
         *("tools.endpoint", "tools.exporter", "tools.metrics_server"),
         "fskv.engines.prometheus",
     ),
-    # replay --plot
-    "matplotlib": ("tools.replay.plot",),
+    # replay --plot, and report
+    "matplotlib": ("tools.replay.plot", "tools.report."),
+    "jinja2": ("tools.report.",),
     # explain --prompt
     "tokenizers": ("tools.explain.text",),
     # doctor --config, where vLLM is
@@ -108,6 +109,7 @@ LAZY = {
     "blake3": ("fskv.",),
     "triton": ("fskv.",),
     "matplotlib": ("tools.",),
+    "jinja2": ("tools.",),
     "yaml": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.

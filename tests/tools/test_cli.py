@@ -100,14 +100,14 @@ def test_a_start_imports_only_what_the_command_needs(lab):
 
 @pytest.mark.parametrize(
     "words",
-    ["ls --fresh", "ls --chunks", "du", "verify", "report --json"],
+    ["ls --fresh", "ls --chunks", "du", "verify", "report --html {out}"],
 )
 def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words):
     """3 means: no problem in what could be looked at."""
     one, other = lab.namespace(), lab.namespace(model_name="other")
     lab.chunk(other, 1)
     deny_listing(monkeypatch, os.path.dirname(lab.chunk(one, 1)))
-    command = words.split()
+    command = words.format(out=f"{lab.path}.html").split()
     assert run(*command, root=lab.path).exit_code == 3
     manifest = pathlib.Path(other.directory.path, "namespace.json")
     manifest.write_text("{}")

@@ -1,1 +1,1 @@
-"""One HTML page about a root: what is there (survey), how it is drawn (plots), what the page says (page)."""
+"""One HTML page about a root: its figures, its template, and what the template is given."""

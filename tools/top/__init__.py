@@ -1,1 +1,1 @@
-"""The live screen: what is read of a root and of engines (watch), what it means (state), its look (frame)."""
+"""What `fskv top` shows, how it is drawn, and the terminal that it is drawn on."""

@@ -1,338 +1,222 @@
-"""Draws a `State` as lines of a terminal of any size. Pure: no clock, no disk, no terminal."""
+"""Draws a `Frame` with rich: first who works, how full, what hits and what is off; then the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from fskv.observe import metrics
+from .. import survey
+from ..endpoint import Endpoint
+from ..terminal import duration, iec, plain, show
+from .watch import Frame
 
-from .. import endpoint
-from ..terminal import duration, iec, many, rfc3339, show
-from . import state as states
-from .grid import Column, Section, cut, stack, table
-from .state import EndpointState, EngineState, NamespaceState, State
-
-NO_LIMIT = 1 << 30  # of a height, where nobody reads a screen
-_BAR_CELLS = 20
-_STATUS_WIDTH = 12  # of an endpoint
-_STYLES = {
-    states.ALIVE: "green",
-    states.SILENT: "yellow",
-    states.GONE: "red",
-    states.UNKNOWN: "dim",
-}
+_STYLES = {survey.ALIVE: "green", survey.SILENT: "yellow", survey.GONE: "red", "bad": "red"}
+_BESIDE = 130  # columns from which one panel is beside another
 
 
-def lines(state: State, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
-    """Return at most `height` lines of at most `width` cells, the most important first."""
-    drawn = _Frame(state, max(1, width), ascii_only=ascii_only)
-    return [cut(line, drawn.width) for line in stack(drawn.head(), drawn.sections(), height)]
+def draw(
+    frame: Frame, width: int, *, rows: int | None = None, first: bool = True, rest: bool = True
+) -> Group:
+    """Return one screen or both, `width` columns wide, with `rows` rows in a table at most."""
+    seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
+    if first and seen is not None:
+        pair = [one for one in (_bounds(seen, width, rows), _engines(seen, width, rows)) if one]
+        if width >= _BESIDE and len(pair) == 2:
+            beside = Table.grid(expand=True)
+            beside.add_column(ratio=2)
+            beside.add_column(ratio=3)
+            beside.add_row(*pair)
+            pair = [beside]
+        parts += pair
+    if first and frame.endpoints:
+        parts.append(_hits(frame.endpoints, width, rows))
+    if rest and seen is not None:
+        parts.append(_namespaces(seen, width, rows))
+    if rest and any(one.total for one in frame.endpoints):
+        parts.append(_reasons(frame.endpoints, rows))
+    return Group(*parts)
 
 
-def rate(value: float | None, *, sign: bool = False) -> str:
+def rate(value: float | None) -> str:
     """Write bytes a second; a dash where nobody knows yet."""
     if value is None:
         return "-"
-    if abs(value) < 0.5:
-        return "0"
-    return ("+" if sign and value > 0 else "") + iec(value) + "/s"
+    return "0" if abs(value) < 0.5 else f"{iec(value)}/s"
 
 
 def share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" if value < 0.9995 else f"{100 * value:,.0f} %"
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def seconds(value: float | None) -> str:
     """Write a short time: `1.2 ms`, `340 ms`, `2.5 s`."""
-    if value is None:
-        return "-"
-    if value < 0.001:
-        return f"{value * 1e6:.0f} us"
-    if value < 0.0995:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:.1f} s"
+    if value is None or value >= 0.9995:
+        return "-" if value is None else f"{value:.1f} s"
+    return f"{value * 1e3:.{1 if value < 0.0995 else 0}f} ms"
 
 
-def amounts(total: Mapping[str, float], recent: Mapping[str, float]) -> str:
-    """Write counts by reason, and in brackets what came in the last interval."""
-    return ", ".join(
-        f"{show(label)} {int(count):,}"
-        + (f" (+{int(recent[label]):,})" if recent.get(label) else "")
-        for label, count in total.items()
-    )
+# --- the parts --------------------------------------------------------------------------
 
 
-def place(url: str) -> str:
-    return show(url.removeprefix("http://").removesuffix("/metrics"))
+def _head(frame: Frame) -> RenderableType:
+    """Return the root and the time, its size and what moves."""
+    grid, seen = Table.grid(expand=True, padding=(0, 1)), frame.survey
+    grid.add_column(ratio=1, overflow="fold")
+    grid.add_column(justify="right", no_wrap=True)
+    title = Text.assemble((" fskv top  ", "bold cyan"), (show(frame.root), "bold"))
+    grid.add_row(title, f"{(seen.at or '')[11:19]} UTC" if seen else "")
+    if seen is not None:
+        size = Text(" ", no_wrap=True, overflow="ellipsis")
+        if seen.nbytes is not None:
+            size.append(f"{iec(seen.nbytes)} in {seen.files:,} files", style="bold")
+        for word, value in (("grows", seen.growth), ("pruned", seen.pruned)):
+            size.append(f"   {word} {rate(value)}" if value else "")
+        size.append(f"   {iec(seen.free_nbytes)} of {iec(seen.total_nbytes)} free", style="dim")
+        who = {"walk": "counted by top", None: "not counted yet"}.get(seen.counted_by)
+        grid.add_row(size, Text(who or f"counted {(seen.counted_at or '')[11:19]}", style="dim"))
+    return grid
 
 
-class _Frame:
-    def __init__(self, state: State, width: int, *, ascii_only: bool) -> None:
-        self.state = state
-        self.width = width
-        self._full, self._empty, self._dots = ("#", ".", "~") if ascii_only else ("█", "░", "…")
-
-    # --- the head -----------------------------------------------------------------------
-
-    def head(self) -> list[Text]:
-        state = self.state
-        clock = (rfc3339(state.at_ns) or "")[11:19] + " UTC"
-        left = Text.assemble(("fskv top  ", "bold"), show(state.path))
-        if cell_len(left.plain) + len(clock) + 2 <= self.width:
-            left.append(" " * (self.width - cell_len(left.plain) - len(clock)) + clock, style="dim")
-        lines = [left]
-        if state.silent_s:
-            told = f"no answer from the root for {duration(state.silent_s)}"
-            if state.space is not None:
-                told += f"; what is shown is {duration(state.age_s)} old"
-            lines.append(Text(told, style="bold red"))
-        if state.problem is not None:
-            lines.append(Text(show(state.problem), style="bold red"))
-        if state.space is None:
-            if not state.silent_s and state.problem is None:
-                lines.append(Text("looking ...", style="dim"))
-            return lines
-        return lines + self._totals() + self._complaints()
-
-    def _totals(self) -> list[Text]:
-        state, space = self.state, self.state.space
-        assert space is not None
-        known = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)}"
-        pieces = [f"free {known if space.total_nbytes else 'unknown'}"]
-        if state.nbytes is None:
-            first = Text("not counted yet", style="dim")
-        else:
-            first = Text.assemble((iec(state.nbytes), "bold"), f" in {state.files:,} files")
-            if state.growth is not None:
-                pieces.append(f"growth {rate(state.growth, sign=True)}")
-        if state.stored is not None and state.engines:
-            pieces.append(f"stored {rate(state.stored)}")
-        if state.pruned is not None:
-            pieces.append(f"pruned {rate(state.pruned)}")
-        for piece in pieces:
-            if cell_len(first.plain) + 2 + len(piece) <= self.width:
-                first.append(f"  {piece}")
-        return [first, self._keeper()]
-
-    def _keeper(self) -> Text:
-        """Say who keeps the root in bounds, and whose numbers are shown."""
-        state, lease = self.state, self.state.lease
-        line = Text()
-        if lease is None:
-            known = state.problem is None
-            line.append(
-                "no engine holds the lease" if known else "nobody can tell who holds the lease"
-            )
-            line.stylize("dim")
-        else:
-            line.append(f"kept by {show(lease.host)}, process {lease.pid}, ")
-            line.append_text(self._status(lease.status, lease.silent_s))
-        if state.counted_by == "top":
-            line.append("; counted by this command", style="dim")
-        elif state.counted_at_ms is not None:
-            when = rfc3339(state.counted_at_ms * 1_000_000)
-            line.append(f"; counted at {(when or '?')[11:19]}", style="dim")
-        return line
-
-    def _complaints(self) -> list[Text]:
-        usage, unlistable = self.state.usage, self.state.unlistable
-        found = []
-        if unlistable:
-            found.append(
-                f"directories that could not be listed: {unlistable:,}; sizes may be too small"
-            )
-        if usage is not None and usage.unremovable:
-            found.append(f"{many(usage.unremovable, 'file')} cannot be removed")
-        return [Text(line, style="yellow") for line in found]
-
-    def _status(self, status: str, silent_s: float) -> Text:
-        text = f"silent for {duration(silent_s)}" if status == states.SILENT else status
-        return Text(text, style=_STYLES[status])
-
-    # --- the sections -------------------------------------------------------------------
-
-    def sections(self) -> list[Section]:
-        state = self.state
-        found = []
-        if state.bounds:
-            found.append(self._bounds())
-        if state.space is not None:
-            found.append(self._namespaces())
-        if state.engines:
-            found.append(self._engines())
-        if state.endpoints:
-            found.append(self._endpoints())
-        return found
-
-    def _bounds(self) -> Section:
-        columns = (
-            Column("BOUND", least=12),
-            Column("USED", right=True),
-            Column("LIMIT", right=True),
-            Column("FULL", right=True),
-            Column("", rank=1),
+def _complaints(frame: Frame, rows: int | None) -> list[RenderableType]:
+    """Say in a line each what is not as it should be; on a live screen no line is broken."""
+    seen, found = frame.survey, []
+    if frame.no_answer_s:
+        old = f"; what is shown is {duration(frame.age_s)} old" if seen else ""
+        found.append(("bad", f"no answer from the root for {duration(frame.no_answer_s)}{old}"))
+    elif seen is None and not frame.problem:
+        found.append(("dim", "looking ..."))
+    if frame.problem and not (seen and frame.problem == seen.problem):
+        found.append(("bad", frame.problem))
+    found += survey.amiss(seen) if seen else []
+    return [
+        Text(
+            f" ! {show(words)}",
+            _STYLES.get(level, "yellow"),
+            no_wrap=rows is not None,
+            overflow="fold" if rows is None else "ellipsis",
         )
-        rows = []
-        for scope in self.state.bounds:
-            full = scope.used / scope.limit if scope.limit > 0 else 1.0
-            # Nearly full is how a root is meant to be; over the bound is not.
-            style = "yellow" if full > 1 else "cyan"
-            name = {"root": "root", "free": "file system"}.get(
-                scope.kind, f"{scope.kind} {show(scope.name or '')}"
-            )
-            rows.append(
-                [
-                    Text(name),
-                    Text(iec(scope.used)),
-                    Text(iec(scope.limit)),
-                    Text(share(full), style=style if full > 1 else ""),
-                    Text(self._bar(full), style=style),
-                ]
-            )
-        return Section(*table(columns, rows, self.width, self._dots))
+        for level, words in found
+    ]
 
-    def _bar(self, part: float) -> str:
-        full = min(_BAR_CELLS, max(0, round(_BAR_CELLS * part)))
-        return self._full * full + self._empty * (_BAR_CELLS - full)
 
-    def _namespaces(self) -> Section:
-        columns = (
-            Column("NAMESPACE", least=32),
-            Column("TENANT", rank=4, least=8),
-            Column("SIZE", right=True),
-            Column("FILES", rank=2, right=True),
-            Column("GROWTH", rank=1, right=True),
-            Column("STORED", rank=3, right=True),
-            Column("PRUNED", rank=3, right=True),
-        )
-        shown = self.state.namespaces
-        rows = [self._namespace(one) for one in shown]
-        if not rows:
-            word = "seen" if self.state.unlistable else "yet"
-            return Section(Text(f"no namespace {word}", style="dim"), ())
-        return Section(*table(columns, rows, self.width, self._dots), least=3)
+def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
+    bar = ["|"] if width >= 70 else []
+    table = _table("+bound", ">used", ">of", ">full", *bar)
+    for scope in seen.bounds[-rows:] if rows else seen.bounds:
+        full = scope.used / scope.limit if scope.limit > 0 else 1.0
+        # Nearly full is how a root is meant to be; over the bound is not.
+        style = "bold red" if full > 1 else "cyan"
+        name = {"root": "root", "free": "disk"}.get(scope.kind, f"tenant {scope.name}")
+        drawn = ProgressBar(1.0, full, width=16, complete_style=style, finished_style=style)
+        cells = iec(scope.used), iec(scope.limit), Text(share(full), style)
+        table.add_row(plain(name), *cells, *[drawn for _ in bar])
+    return _panel("How full", table) if seen.bounds else None
 
-    def _namespace(self, one: NamespaceState) -> list[Text]:
-        pruned = "-" if one.pruned is None else f"{one.pruned:,.0f} /s" if one.pruned else "0"
-        return [
-            Text(show(one.id)),
-            Text(show(one.tenant or "")),
-            Text("not counted" if one.nbytes is None else iec(one.nbytes)),
-            Text("-" if one.files is None else f"{one.files:,}"),
-            Text(rate(one.growth, sign=True)),
-            Text(rate(one.stored)),
-            Text(pruned),
-        ]
 
-    def _engines(self) -> Section:
-        columns = (
-            Column("ENGINE", least=18),
-            Column("NAMESPACE", rank=4, least=16),
-            Column("WRITTEN", rank=1, right=True),
-            Column("RATE", right=True),
-            Column("DISK FULL", rank=2, right=True),
-            Column("STATUS"),
-        )
-        # Who is in trouble comes first: the last rows may not fit.
-        order = (states.SILENT, states.GONE, states.ALIVE, states.UNKNOWN)
-        engines = sorted(
-            self.state.engines, key=lambda one: (order.index(one.status), -(one.rate or 0))
-        )
-        return Section(*table(columns, [self._engine(e) for e in engines], self.width, self._dots))
-
-    def _engine(self, one: EngineState) -> list[Text]:
+def _engines(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
+    model = ["+model"] if width >= 70 else []
+    table = _table("process", *model, ">written", ">rate", "status")
+    # Who is in trouble comes first: the last rows may not fit.
+    order = (survey.SILENT, survey.GONE, survey.ALIVE, survey.UNKNOWN)
+    ordered = sorted(seen.engines, key=lambda one: (order.index(one.status), -(one.rate or 0)))
+    for one in ordered[:rows]:
+        status = f"silent {duration(one.silent_s)}" if one.status == survey.SILENT else one.status
+        status += f", disk full {one.disk_full:,}x" if one.disk_full else ""
         name = one.host if one.pid is None else f"{one.host}:{one.pid}"
-        return [
-            Text(show(name)),
-            Text(show(one.namespace or "fskv prune --watch")),
-            Text(iec(one.written)),
-            Text(rate(one.rate)),
-            Text(f"{one.full:,} times" if one.full else "", style="yellow"),
-            self._status(one.status, one.silent_s),
-        ]
+        # A watcher (`fskv prune --watch`) writes nothing.
+        served = (one.namespace or "watcher").rpartition("/")[2].rpartition("@")[0] or "watcher"
+        told = Text(status, _STYLES.get(one.status, "dim"))
+        cells = iec(one.written), rate(one.rate), told
+        table.add_row(plain(name), *[plain(served) for _ in model], *cells)
+    _more(table, len(ordered), rows)
+    keeper, who = seen.keeper, ""
+    if keeper is not None:
+        who = f"kept by {keeper['host']}:{keeper['pid']}, {keeper['status']}"
+    return _panel("Who works", table, who) if seen.engines else None
 
-    # --- endpoints ----------------------------------------------------------------------
 
-    def _endpoints(self) -> Section:
-        columns = (
-            Column("METRICS", least=14),
-            Column("HITS", rank=5, right=True),
-            Column("ALL", right=True),
-            Column("LOADED", rank=2, right=True),
-            Column("A CHUNK", rank=2, right=True),
-            Column("STORED", rank=2, right=True),
-            Column("LOOKUP P50", rank=7, right=True),
-            Column("P99", rank=6, right=True),
-            Column("TTFT P50", rank=4, right=True),
-            Column("P99", rank=3, right=True),
-            Column("FAILED", right=True),
-            Column("HUNG", rank=1, right=True),
-            Column("STATUS", least=_STATUS_WIDTH),
+def _hits(endpoints: Sequence[Endpoint], width: int, rows: int | None) -> Panel:
+    """Return the table of hits: of requests now and since the start, and of tokens."""
+    names = ["+engine", *(["+model"] if width >= _BESIDE else [])]
+    titles = [">now", ">all", *([">tokens"] if width >= 70 else [])]
+    titles += [">loaded", ">a load", ">stored", ">first token"] if width >= 110 else []
+    table = _table(*names, *titles, ">failed", "+status")
+    for one in endpoints[:rows]:
+        now, total, values = one.recent or one.total, one.total, {}
+        if now is not None and total is not None:
+            values = {
+                ">now": share(now.hit_ratio),
+                ">all": share(total.hit_ratio),
+                ">tokens": share(total.token_hit_ratio),
+                ">loaded": rate(now.rate(now.loaded_nbytes)),
+                ">a load": seconds(now.load_s),
+                ">stored": rate(now.rate(now.stored_nbytes)),
+                ">first token": seconds(now.first_token_s),
+            }
+        failed = sum(total.load_failures.values()) if total else 0
+        named = [plain(one.place), *(plain(", ".join(one.models)) for _ in names[1:])]
+        status = Text(show(one.status), "green" if one.status == "ok" else "red")
+        lost = Text(f"{failed:,}" if total else "-", "yellow" if failed else "")
+        table.add_row(*named, *(values.get(title, "-") for title in titles), lost, status)
+    table.columns[-1].no_wrap = False  # why there are no numbers is not cut
+    _more(table, len(endpoints), rows)
+    return _panel("What hits", table, "share of requests, and of tokens since the start")
+
+
+def _namespaces(seen: survey.Survey, width: int, rows: int | None) -> Panel:
+    tenant = ["tenant"] if width >= 100 else []
+    table = _table("+namespace", *tenant, ">size", ">files", ">grows")
+    table.columns[0].no_wrap = False
+    for one in seen.namespaces[:rows]:
+        size = "not counted" if one.nbytes is None else iec(one.nbytes)
+        files = "-" if one.files is None else f"{one.files:,}"
+        owner = [plain(one.tenant or "") for _ in tenant]
+        table.add_row(plain(one.namespace), *owner, size, files, rate(one.growth))
+    _more(table, len(seen.namespaces), rows)
+    return _panel("Namespaces", table if seen.namespaces else Text("none seen", "dim"))
+
+
+def _reasons(endpoints: Sequence[Endpoint], rows: int | None) -> Panel:
+    """Return why loads failed, chunks were missed or were not stored, since the start."""
+    table = _table("+engine", "failed loads", "missed", "not stored")
+    for one in endpoints[:rows]:
+        if (total := one.total) is not None:
+            found = (total.load_failures, total.missed, total.stores_skipped)
+            told = [", ".join(f"{why} {num:,}" for why, num in each.items()) for each in found]
+            table.add_row(*map(plain, (one.place, *(words or "-" for words in told))))
+    return _panel("Chunks and why", table)
+
+
+def _table(*titles: str) -> Table:
+    """Return an empty table. `>` before a title: numbers; `+`: takes what room there is."""
+    table = Table(box=None, expand=True, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title in titles:
+        table.add_column(
+            title.lstrip(">+|"),
+            justify="right" if title[:1] == ">" else "left",
+            ratio=1 if title[:1] == "+" else None,
+            no_wrap=True,
+            overflow="ellipsis",
         )
-        rows = [self._endpoint(one) for one in self.state.endpoints]
-        head, drawn = table(columns, rows, self.width, self._dots)
-        with_reasons: list[Text] = []
-        for line, one in zip(drawn, self.state.endpoints, strict=True):
-            with_reasons += [line, *self._reasons(one)]
-        return Section(head, tuple(with_reasons))
+    return table
 
-    def _endpoint(self, one: EndpointState) -> list[Text]:
-        status, style = self._endpoint_status(one)
-        if one.total is None or not one.is_up:
-            # Why it is down is what counts then, and would be cut: it has a line of its own.
-            status = status if len(status) <= _STATUS_WIDTH else "no metrics"
-            return [Text(place(one.url)), *[Text("")] * 11, Text(status, style=style)]
-        recent = one.recent or one.total
-        failed = one.total.total(metrics.LOAD_FAILURES)
-        hung = one.total.total(metrics.THREADS_HUNG)
-        values = [
-            Text("" if recent.token_hit_ratio is None else share(recent.token_hit_ratio)),
-            Text(share(one.total.token_hit_ratio)),
-            Text(rate(recent.rate(metrics.LOADED_BYTES))),
-            Text("" if recent.load_s is None else seconds(recent.load_s)),
-            Text(rate(recent.rate(metrics.STORED_BYTES))),
-            *(
-                Text(seconds(value)) if value is not None else Text("")
-                for name in (endpoint.LOOKUP_DELAY, endpoint.FIRST_TOKEN)
-                for value in (recent.quantile(name, 0.5), recent.quantile(name, 0.99))
-            ),
-            Text(f"{int(failed):,}", style="yellow" if failed else ""),
-            Text(f"{int(hung):,}" if hung else "", style="red"),
-        ]
-        return [Text(place(one.url)), *values, Text(status, style=style)]
 
-    def _endpoint_status(self, one: EndpointState) -> tuple[str, str]:
-        if one.silent_s:
-            return f"no answer for {duration(one.silent_s)}", "red"
-        if one.problem is not None:
-            first = one.problem[:1]
-            first = first if one.problem[:2].isupper() else first.lower()  # HTTP stays as it is
-            return show(first + one.problem[1:]), "red"
-        if one.total is None:
-            return "looking ...", "dim"
-        if one.total.total(metrics.BREAKER_OPEN):
-            return "breaker open", "red"
-        if one.total.total(metrics.STORES_PAUSED):
-            return "stores paused", "yellow"
-        return "ok", "green"
+def _more(table: Table, num: int, rows: int | None) -> None:
+    if rows is not None and num > rows:
+        table.add_row(Text(f"and {num - rows:,} more", "dim"))
 
-    def _reasons(self, one: EndpointState) -> list[Text]:
-        if one.total is None or not one.is_up:
-            status, style = self._endpoint_status(one)
-            return [Text(f"  {status}", style=style)] if len(status) > _STATUS_WIDTH else []
-        lines = []
-        for words, metric, style in (
-            ("failed", metrics.LOAD_FAILURES, "yellow"),
-            ("not stored", metrics.STORES_SKIPPED, "dim"),
-            ("missed", metrics.LOOKUP_MISSES, "dim"),
-        ):
-            total = one.total.by_label(metric)
-            recent = one.recent.by_label(metric) if one.recent else {}
-            if total:
-                lines.append(Text(f"  {words}: {amounts(total, recent)}", style=style))
-        return lines
+
+def _panel(title: str, body: RenderableType, told: str = "") -> Panel:
+    return Panel(
+        body,
+        title=Text(f" {title} ", "bold not dim"),
+        title_align="left",
+        subtitle=Text(f" {show(told)} ", "dim") if told else None,
+        subtitle_align="right",
+        border_style="dim",
+    )
