@@ -117,7 +117,12 @@ def command(
     if read_data and read_data_subset is not None:
         raise UsageError("--read-data, --read-data-subset: found both, expected one of them")
     rows = read_data or read_data_subset is not None
-    run = Run(spaces, rows=rows, part=_part(read_data_subset or "1/1"), threads=threads)
+    run = Run(
+        spaces,
+        rows=rows,
+        part=_part("1/1" if read_data_subset is None else read_data_subset),
+        threads=threads,
+    )
     output = _Output(spaces, quiet=quiet, as_json=as_json)
     bad = _verify(run, output, len(spaces))
     removed = _remove(bad, output, yes=yes, dry_run=dry_run) if remove_bad else Tally()
@@ -218,7 +223,7 @@ class _Output:
             say(str(what))
 
     def removal(self, bad: Bad, found: Outcome) -> None:
-        reason = found.reason or _WHY.get(found.fate, found.fate.value)
+        reason = _WHY.get(found.fate) or found.reason or found.fate.value
         if self._as_json:
             emit(
                 "removal",
