@@ -22,7 +22,7 @@ from ..options import (
     YesOption,
 )
 from ..root_view import Namespace, RootView, Unlistable
-from ..terminal import can_ask, confirm, emit, iec, many, say, show, walk_progress
+from ..terminal import can_ask, confirm, emit, iec, many, say, show, tell, walk_progress
 
 LINES = {
     "namespace": {
@@ -203,9 +203,11 @@ class _Output:
     def bad(self, bad: Bad) -> None:
         if self._quiet:
             print(show(bad.id))
-        elif self._as_json:
-            emit(
+        else:
+            tell(
                 "bad",
+                f"{bad.finding.value:10} {bad.id}  {bad.reason}",
+                as_json=self._as_json,
                 id=bad.id,
                 namespace=bad.namespace.id,
                 path=bad.path,
@@ -213,8 +215,6 @@ class _Output:
                 reason=bad.reason,
                 nbytes=bad.nbytes,
             )
-        else:
-            print(f"{bad.finding.value:10} {show(bad.id)}  {show(bad.reason)}")
 
     def unlistable(self, what: Unlistable) -> None:
         if self._as_json:
