@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -35,18 +35,10 @@ class RootMetric:
     """One metric of the endpoint."""
 
     name: str
-    kind: str  # "counter" or "gauge"
     unit: str
     meaning: str
     labels: tuple[str, ...] = ()
-
-
-def _gauge(name: str, unit: str, meaning: str, *labels: str) -> RootMetric:
-    return RootMetric(f"fskv_root_{name}", "gauge", unit, meaning, labels)
-
-
-def _counter(name: str, unit: str, meaning: str) -> RootMetric:
-    return RootMetric(f"fskv_root_{name}", "counter", unit, meaning)
+    kind: str = "gauge"  # or "counter"
 
 
 _INODES = "Of the file system; 0 where it has no such number, or none that can be true."
@@ -54,33 +46,34 @@ _LIMITS = (
     "Bounds that hold now, whoever declared them. `kind`: root, tenant, or free (what may be in use on the "
     "file system); `name`: of the tenant."
 )
+_INFO = "Always 1; its labels are the root and fskv's version."
+_HEADROOM = "What is left of a bound; negative: beyond it."
+_COUNT_AGE = "Since the root was last walked, by whomever; by this clock."
+_ORPHANS = "Parts of dead writers removed by that holder."
 _PRUNED = "Pruned by the present holder of the lease; begins again with another."
-METRICS = (
-    _gauge("info", "1", "Always 1; its labels are the root and fskv's version.", "root", "version"),
-    _gauge("last_step_age_seconds", "seconds", "Since the root last answered."),
-    _gauge("lease_held", "0 or 1", "Whether this process counts and prunes for all."),
-    _gauge("heartbeats", "engines", "Engines and watchers that live, with this one."),
-    _gauge("total_bytes", "bytes", "Size of the file system."),
-    _gauge("free_bytes", "bytes", "Free on the file system, for this user."),
-    _gauge("total_inodes", "inodes", _INODES),
-    _gauge("free_inodes", "inodes", "Free on the file system, for this user."),
-    _gauge("limit_bytes", "bytes", _LIMITS, "kind", "name"),
-    _gauge(
-        "headroom_bytes", "bytes", "What is left of a bound; negative: beyond it.", "kind", "name"
-    ),
-    _gauge("namespace_bytes", "bytes", "On disk.", "namespace", "tenant"),
-    _gauge("namespace_files", "files", "Chunk files, by the last walk.", "namespace", "tenant"),
-    _gauge("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', "tenant"),
-    _gauge(
-        "count_age_seconds",
-        "seconds",
-        "Since the root was last walked, by whomever; by this clock.",
-    ),
-    _gauge("unremovable_files", "files", "Chunk files that could not be removed, and stay."),
-    _counter("pruned_files", "files", _PRUNED),
-    _counter("pruned_bytes", "bytes", "What those took on disk."),
-    _counter("orphans_removed", "files", "Parts of dead writers removed by that holder."),
+_USER = "Free on the file system, for this user."
+_OF_BOUND, _OF_NAMESPACE = ("kind", "name"), ("namespace", "tenant")
+_METRICS = (
+    RootMetric("info", "1", _INFO, ("root", "version")),
+    RootMetric("last_step_age_seconds", "seconds", "Since the root last answered."),
+    RootMetric("lease_held", "0 or 1", "Whether this process counts and prunes for all."),
+    RootMetric("heartbeats", "engines", "Engines and watchers that live, with this one."),
+    RootMetric("total_bytes", "bytes", "Size of the file system."),
+    RootMetric("free_bytes", "bytes", _USER),
+    RootMetric("total_inodes", "inodes", _INODES),
+    RootMetric("free_inodes", "inodes", _USER),
+    RootMetric("limit_bytes", "bytes", _LIMITS, _OF_BOUND),
+    RootMetric("headroom_bytes", "bytes", _HEADROOM, _OF_BOUND),
+    RootMetric("namespace_bytes", "bytes", "On disk.", _OF_NAMESPACE),
+    RootMetric("namespace_files", "files", "Chunk files, by the last walk.", _OF_NAMESPACE),
+    RootMetric("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', ("tenant",)),
+    RootMetric("count_age_seconds", "seconds", _COUNT_AGE),
+    RootMetric("unremovable_files", "files", "Chunk files that could not be removed, and stay."),
+    RootMetric("pruned_files", "files", _PRUNED, kind="counter"),
+    RootMetric("pruned_bytes", "bytes", "What those took on disk.", kind="counter"),
+    RootMetric("orphans_removed", "files", _ORPHANS, kind="counter"),
 )
+METRICS = tuple(replace(one, name=f"fskv_root_{one.name}") for one in _METRICS)
 _Values = dict[str, float | dict[tuple[str, ...], float]]  # of metrics, and those by labels
 
 
@@ -100,11 +93,11 @@ class RootCollector(Collector):
         self._root = root
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        values = self._values()
+        values = {f"fskv_root_{name}": value for name, value in self._values().items()}
         for metric in METRICS:
-            found = values.get(metric.name.removeprefix("fskv_root_"))
-            if found is None:
+            if metric.name not in values:
                 continue
+            found = values[metric.name]
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             text = f"{metric.meaning} [{metric.unit}]"
             family = kind(metric.name, text, labels=metric.labels)

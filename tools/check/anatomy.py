@@ -19,7 +19,7 @@ from fskv.format.integrity import DIGEST_NBYTES, xxh3_rows
 from fskv.namespace import ChunkName, GroupIdentity, parse_chunk_file, parse_chunk_path
 
 from ..root_view import FileOf, Namespace
-from .expect import NOTHING, Expected, expected_of, layout_of
+from .expect import NOTHING, Expected, expected_of
 from .judge import PIECE_NBYTES, OpenFile, Verdict, judge_open
 
 _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
@@ -155,8 +155,3 @@ def spans(header: ChunkHeader, layers: Sequence[str]) -> Iterator[Span]:
 
 def num_spans(header: ChunkHeader) -> int:
     return header.num_blocks * len(header.page_nbytes)
-
-
-def padding(header: ChunkHeader) -> int:
-    """Return how many zeros follow the last block."""
-    return header.payload_nbytes - layout_of(header).content_nbytes

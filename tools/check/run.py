@@ -82,7 +82,6 @@ class Tally:
     nbytes_read: int = 0
     findings: Counter[Finding] = field(default_factory=Counter)
     foreign: int = 0
-    parts: int = 0
     unlistable: int = 0
 
     def add(self, other: Tally) -> None:
@@ -156,7 +155,6 @@ class Run:
                     yield shard
                     continue
                 self.tally.foreign += shard.num_foreign
-                self.tally.parts += len(shard.parts)
                 names, nbytes = [], 0
                 for record in shard.records:
                     names.append(file_name(record))

@@ -185,7 +185,7 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
         "page_nbytes": list(header.page_nbytes),
         "header_nbytes": header.header_nbytes,
         "payload_nbytes": header.payload_nbytes,
-        "padding_nbytes": anatomy.padding(header),
+        "padding_nbytes": header.payload_nbytes - layout_of(header).content_nbytes,
         "checksum": header.checksum,
         "creator": header.creator,
         "written_at": rfc3339(header.written_at_ms * 1_000_000),

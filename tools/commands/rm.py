@@ -264,10 +264,13 @@ def _remove(
                     seen(number, int(found.name, 16))
                 elif found.fate is Fate.FAILED:
                     tell_failure(found.path, found.reason, as_json=as_json)
-                elif found.fate is Fate.FOREIGN and as_json:
-                    emit("foreign", path=found.path)
                 elif found.fate is Fate.FOREIGN:
-                    say(f"{found.path}: not made by fskv, stays")
+                    tell(
+                        "foreign",
+                        f"foreign, stays   {found.path}",
+                        as_json=as_json,
+                        path=found.path,
+                    )
             if stop.is_set():
                 break
     return tally
