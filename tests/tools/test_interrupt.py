@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": "doctor",
     "prune": "prune --max-size 100KiB --yes",
     "rm": "rm org/model --yes",
-    "gc": "gc --yes",
+    "prune garbage": "prune --yes",
     "export": "export -o {at}/out/archive",
     "import": "import {at}/archive --root {at}/new --create",
     "copy": "copy --to {at}/new --create",

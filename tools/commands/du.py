@@ -130,8 +130,8 @@ def command(
 
     Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
     free. Every file is looked at, so that last uses are those of now. SIZE is the length of the files, ON
-    DISK what they take; a narrow terminal shows fewer columns. `fskv gc` lists foreign entries and removes
-    garbage.
+    DISK what they take; a narrow terminal shows fewer columns. `fskv prune` lists foreign entries and
+    removes garbage.
 
     Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.
     """
