@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
+
+from fskv.format.chunk_file import encode_header, parse_header
 
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -135,13 +138,9 @@ def test_a_file_outside_of_any_root_is_judged_by_itself(lab, tmp_path):
 
 
 def test_a_partial_chunk_says_which_blocks_are_not_in_it(lab, tmp_path):
-    from fskv.format.chunk_file import encode_header, parse_header
-
     path = lab.chunk(lab.namespace(), 1)
     with open(path, "rb") as file:
         content = file.read()
-    import dataclasses
-
     header = dataclasses.replace(parse_header(content), first_block=2)
     with open(path, "wb") as file:
         file.write(encode_header(header, 4096) + content[4096:])

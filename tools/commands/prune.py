@@ -70,7 +70,6 @@ LINES = {
         "removed_nbytes": "bytes on disk of these",
         "used_meanwhile": "files that had been used since they were seen, and got a new turn",
         "garbage": "things that nobody needs, which were to go",
-        "garbage_nbytes": "bytes on disk of these",
         "garbage_removed": "things of these that went",
         "foreign": "entries that fskv did not make",
         "unremovable": "what could not be removed",
@@ -228,8 +227,6 @@ def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) 
     if tenants:
         ours = {one.id for one in view.of_tenants(tenants)}
         spaces = [one for one in spaces if one.id in ours]
-        if not spaces:
-            raise UsageError(f"--tenant {', '.join(tenants)}: no such namespace in {view.path}")
     return spaces
 
 
@@ -301,7 +298,6 @@ class _Prune:
                 removed_nbytes=done.nbytes,
                 used_meanwhile=done.used_meanwhile,
                 garbage=len(garbage),
-                garbage_nbytes=sum(one.nbytes for one in garbage),
                 garbage_removed=num_garbage,
                 foreign=self._found.count[Fate.FOREIGN],
                 unremovable=len(done.failures) + unseen,
