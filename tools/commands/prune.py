@@ -261,7 +261,7 @@ class _Prune:
         """Return whether something was left undone."""
         self._look()
         before, garbage = (self._plan.num_files, self._plan.nbytes), self._garbage
-        if self._free_nbytes > before[1]:
+        if self._free_nbytes > before[1] and not dry_run:
             raise UsageError(
                 f"--free: found {iec(self._free_nbytes)}, expected at most the {iec(before[1])} on disk"
             )
