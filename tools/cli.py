@@ -49,9 +49,10 @@ COMMANDS = (
     Entry("inspect", LOOK, "Show a chunk file's header, spans and rows, and judge it."),
     Entry("verify", TRUST, "Check names, headers and data of chunk files."),
     Entry("doctor", TRUST, "Look at machine, mount and root: what is not as it should be?"),
-    Entry("prune", BOUND, "Remove what was used least recently, once or all the time."),
+    Entry(
+        "prune", BOUND, "Remove what was used least recently and what nobody needs, once or always."
+    ),
     Entry("rm", BOUND, "Remove namespaces or chunks."),
-    Entry("gc", BOUND, "Remove what nobody needs: parts, empty directories, dead namespaces."),
     Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),

@@ -9,10 +9,11 @@ A root may hold any number of namespaces and tenants: the MAX_NAMES largest have
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,12 +22,12 @@ from fskv.bounds.limits import Usage, scopes
 from fskv.bounds.maintenance import Seen
 from fskv.root.filesystem import Space
 
-from . import metrics_server
 from .exits import CommandError
 from .terminal import show
 
 MAX_NAMES = 50
 OTHERS = "(others)"
+_IDLE_S = 10.0  # of a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,80 +35,54 @@ class RootMetric:
     """One metric of the endpoint."""
 
     name: str
-    kind: str  # "counter" or "gauge"
     unit: str
     meaning: str
     labels: tuple[str, ...] = ()
+    kind: str = "gauge"  # or "counter"
 
 
-def _gauge(name: str, unit: str, meaning: str, *labels: str) -> RootMetric:
-    return RootMetric(f"fskv_root_{name}", "gauge", unit, meaning, labels)
-
-
-def _counter(name: str, unit: str, meaning: str) -> RootMetric:
-    return RootMetric(f"fskv_root_{name}", "counter", unit, meaning)
-
-
-INFO = _gauge(
-    "info", "1", "Always 1; its labels are the root and fskv's version.", "root", "version"
-)
-STEP_AGE = _gauge("last_step_age_seconds", "seconds", "Since the root last answered.")
-LEASE_HELD = _gauge("lease_held", "0 or 1", "Whether this process counts and prunes for all.")
-HEARTBEATS = _gauge("heartbeats", "engines", "Engines and watchers that live, with this one.")
-TOTAL_BYTES = _gauge("total_bytes", "bytes", "Size of the file system.")
-FREE_BYTES = _gauge("free_bytes", "bytes", "Free on the file system, for this user.")
-TOTAL_INODES = _gauge(
-    "total_inodes",
-    "inodes",
-    "Of the file system; 0 where it has no such number, or none that can be true.",
-)
-FREE_INODES = _gauge("free_inodes", "inodes", "Free on the file system, for this user.")
-LIMIT = _gauge(
-    "limit_bytes",
-    "bytes",
+_INODES = "Of the file system; 0 where it has no such number, or none that can be true."
+_LIMITS = (
     "Bounds that hold now, whoever declared them. `kind`: root, tenant, or free (what may be in use on the "
-    "file system); `name`: of the tenant.",
-    *("kind", "name"),
+    "file system); `name`: of the tenant."
 )
-HEADROOM = _gauge(
-    "headroom_bytes",
-    "bytes",
-    "What is left of a bound; negative: beyond it.",
-    *("kind", "name"),
+_INFO = "Always 1; its labels are the root and fskv's version."
+_HEADROOM = "What is left of a bound; negative: beyond it."
+_COUNT_AGE = "Since the root was last walked, by whomever; by this clock."
+_ORPHANS = "Parts of dead writers removed by that holder."
+_PRUNED = "Pruned by the present holder of the lease; begins again with another."
+_USER = "Free on the file system, for this user."
+_OF_BOUND, _OF_NAMESPACE = ("kind", "name"), ("namespace", "tenant")
+_METRICS = (
+    RootMetric("info", "1", _INFO, ("root", "version")),
+    RootMetric("last_step_age_seconds", "seconds", "Since the root last answered."),
+    RootMetric("lease_held", "0 or 1", "Whether this process counts and prunes for all."),
+    RootMetric("heartbeats", "engines", "Engines and watchers that live, with this one."),
+    RootMetric("total_bytes", "bytes", "Size of the file system."),
+    RootMetric("free_bytes", "bytes", _USER),
+    RootMetric("total_inodes", "inodes", _INODES),
+    RootMetric("free_inodes", "inodes", _USER),
+    RootMetric("limit_bytes", "bytes", _LIMITS, _OF_BOUND),
+    RootMetric("headroom_bytes", "bytes", _HEADROOM, _OF_BOUND),
+    RootMetric("namespace_bytes", "bytes", "On disk.", _OF_NAMESPACE),
+    RootMetric("namespace_files", "files", "Chunk files, by the last walk.", _OF_NAMESPACE),
+    RootMetric("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', ("tenant",)),
+    RootMetric("count_age_seconds", "seconds", _COUNT_AGE),
+    RootMetric("unremovable_files", "files", "Chunk files that could not be removed, and stay."),
+    RootMetric("pruned_files", "files", _PRUNED, kind="counter"),
+    RootMetric("pruned_bytes", "bytes", "What those took on disk.", kind="counter"),
+    RootMetric("orphans_removed", "files", _ORPHANS, kind="counter"),
 )
-NAMESPACE_BYTES = _gauge("namespace_bytes", "bytes", "On disk.", "namespace", "tenant")
-NAMESPACE_FILES = _gauge(
-    "namespace_files", "files", "Chunk files, by the last walk.", "namespace", "tenant"
-)
-TENANT_BYTES = _gauge("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', "tenant")
-COUNT_AGE = _gauge(
-    "count_age_seconds", "seconds", "Since the root was last walked, by whomever; by this clock."
-)
-UNREMOVABLE = _gauge(
-    "unremovable_files", "files", "Chunk files that could not be removed, and stay."
-)
-PRUNED_FILES = _counter(
-    "pruned_files", "files", "Pruned by the present holder of the lease; begins again with another."
-)
-PRUNED_BYTES = _counter("pruned_bytes", "bytes", "What those took on disk.")
-ORPHANS = _counter("orphans_removed", "files", "Parts of dead writers removed by that holder.")
-
-METRICS = (
-    *(INFO, STEP_AGE, LEASE_HELD, HEARTBEATS, TOTAL_BYTES, FREE_BYTES, TOTAL_INODES, FREE_INODES),
-    *(LIMIT, HEADROOM, NAMESPACE_BYTES, NAMESPACE_FILES, TENANT_BYTES, COUNT_AGE, UNREMOVABLE),
-    *(PRUNED_FILES, PRUNED_BYTES, ORPHANS),
-)
+METRICS = tuple(replace(one, name=f"fskv_root_{one.name}") for one in _METRICS)
+_Values = dict[str, float | dict[tuple[str, ...], float]]  # of metrics, and those by labels
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the watcher knows at the moment of a scrape."""
+    """The knowledge of the watcher at the moment of a scrape."""
 
     seen: Seen | None
     step_age_s: float  # since the root last answered
-
-
-Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class RootCollector(Collector):
@@ -117,73 +92,74 @@ class RootCollector(Collector):
         self._watched = watched
         self._root = root
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        values = {f"fskv_root_{name}": value for name, value in self._values().items()}
+        for metric in METRICS:
+            if metric.name not in values:
+                continue
+            found = values[metric.name]
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            text = f"{metric.meaning} [{metric.unit}]"
+            family = kind(metric.name, text, labels=metric.labels)
+            for labels, value in (found if isinstance(found, dict) else {(): found}).items():
+                family.add_metric(labels, value)
+            yield family
+
+    def _values(self) -> _Values:
         watched = self._watched()
-        yield _labelled(INFO, {(show(self._root), __version__): 1})
-        yield _one(STEP_AGE, watched.step_age_s)
         seen = watched.seen
-        yield _one(LEASE_HELD, seen is not None and seen.holder)
+        values: _Values = {
+            "info": {(show(self._root), __version__): 1},
+            "last_step_age_seconds": watched.step_age_s,
+            "lease_held": seen is not None and seen.holder,
+        }
         if seen is None:
-            return  # there is no root yet, or it has not answered yet
-        yield _one(TOTAL_BYTES, seen.space.total_nbytes)
-        yield _one(FREE_BYTES, seen.space.free_nbytes)
-        yield _one(TOTAL_INODES, seen.space.total_inodes)
-        yield _one(FREE_INODES, seen.space.free_inodes)
-        if seen.usage is not None:
-            yield from _of_bounds(seen.usage, seen.space)
-            yield from _of_usage(seen.usage)
+            return values  # there is no root yet, or it has not answered yet
+        values |= {
+            "total_bytes": seen.space.total_nbytes,
+            "free_bytes": seen.space.free_nbytes,
+            "total_inodes": seen.space.total_inodes,
+            "free_inodes": seen.space.free_inodes,
+        }
+        return values | (_of_usage(seen.usage, seen.space) if seen.usage else {})
 
 
-def _of_bounds(usage: Usage, space: Space) -> Iterator[Family]:
-    """Yield those of the root and the file system, and of the tenants' those with the least left."""
+def _of_usage(usage: Usage, space: Space) -> _Values:
+    # Bounds: those of the root and the file system, and of the tenants' those with the least left.
     found = sorted(scopes(usage, space), key=lambda scope: scope.left)
     named = [scope for scope in found if scope.name is not None]
     shown = [scope for scope in found if scope.name is None] + named[:MAX_NAMES]
-    yield _labelled(LIMIT, {(s.kind, show(s.name or "")): s.limit for s in shown})
-    yield _labelled(HEADROOM, {(s.kind, show(s.name or "")): s.left for s in shown})
-    yield _one(HEARTBEATS, len(usage.counted))
+    of_namespaces = {
+        (show(name), show(usage.tenants.get(name, ""))): counts
+        for name, counts in usage.namespaces.items()
+    }
+    of_namespaces |= {(OTHERS, OTHERS): usage.others} if any(usage.others) else {}
+    of_tenants: Counter[tuple[str, ...]] = Counter()
+    for (name, tenant), (nbytes, _) in of_namespaces.items():
+        of_tenants[(tenant,)] += nbytes if name != OTHERS else 0
+    return {
+        "heartbeats": len(usage.counted),
+        "limit_bytes": {(s.kind, show(s.name or "")): s.limit for s in shown},
+        "headroom_bytes": {(s.kind, show(s.name or "")): s.left for s in shown},
+        "namespace_bytes": _largest({name: nbytes for name, (nbytes, _) in of_namespaces.items()}),
+        "namespace_files": _largest({name: files for name, (_, files) in of_namespaces.items()}),
+        "tenant_bytes": _largest(of_tenants),
+        "count_age_seconds": max(0.0, time.time() - usage.at_ms / 1000),
+        "unremovable_files": usage.unremovable,
+        "pruned_files": usage.pruned_files,
+        "pruned_bytes": usage.pruned_nbytes,
+        "orphans_removed": usage.orphans,
+    }
 
 
-def _of_usage(usage: Usage) -> Iterator[Family]:
-    nbytes: dict[tuple[str, ...], float] = {}
-    files: dict[tuple[str, ...], float] = {}
-    of_tenant: dict[tuple[str, ...], float] = {}
-    largest = sorted(usage.namespaces, key=lambda name: -usage.namespaces[name][0])
-    shown = set(largest[:MAX_NAMES])
-    for name, (used, count) in usage.namespaces.items():
-        tenant = show(usage.tenants.get(name, ""))
-        labels = (show(name), tenant) if name in shown else (OTHERS, OTHERS)
-        nbytes[labels] = nbytes.get(labels, 0) + used
-        files[labels] = files.get(labels, 0) + count
-        of_tenant[(tenant,)] = of_tenant.get((tenant,), 0) + used
-    if any(usage.others):
-        used, count = usage.others
-        nbytes[OTHERS, OTHERS] = nbytes.get((OTHERS, OTHERS), 0) + used
-        files[OTHERS, OTHERS] = files.get((OTHERS, OTHERS), 0) + count
-    yield _labelled(NAMESPACE_BYTES, nbytes)
-    yield _labelled(NAMESPACE_FILES, files)
-    ranked = sorted(of_tenant.items(), key=lambda item: -item[1])
-    tenants = dict(ranked[:MAX_NAMES])
+def _largest(values: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    """Return the largest by their names, and the sum of the rest."""
+    ranked = sorted(values.items(), key=lambda item: -item[1])
+    named = dict(ranked[:MAX_NAMES])
     if len(ranked) > MAX_NAMES:
-        tenants[(OTHERS,)] = sum(used for _, used in ranked[MAX_NAMES:])
-    yield _labelled(TENANT_BYTES, tenants)
-    yield _one(COUNT_AGE, max(0.0, time.time() - usage.at_ms / 1000))
-    yield _one(UNREMOVABLE, usage.unremovable)
-    yield _one(PRUNED_FILES, usage.pruned_files)
-    yield _one(PRUNED_BYTES, usage.pruned_nbytes)
-    yield _one(ORPHANS, usage.orphans)
-
-
-def _labelled(metric: RootMetric, values: Mapping[tuple[str, ...], float]) -> Family:
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = kind(metric.name, f"{metric.meaning} [{metric.unit}]", labels=metric.labels)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
-    return family
-
-
-def _one(metric: RootMetric, value: float) -> Family:
-    return _labelled(metric, {(): value})
+        others = (OTHERS,) * len(ranked[0][0])
+        named[others] = named.get(others, 0) + sum(value for _, value in ranked[MAX_NAMES:])
+    return named
 
 
 def serve(watched: Callable[[], Watched], root: str, address: str, port: int) -> int:
@@ -191,6 +167,10 @@ def serve(watched: Callable[[], Watched], root: str, address: str, port: int) ->
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RootCollector(watched, root))
     try:
-        return metrics_server.start(registry, address, port)
+        server, _ = start_http_server(port, address, registry)
     except (OSError, OverflowError) as error:
         raise CommandError(f"--metrics-port: {address}:{port}: {error}") from None
+    # A connection that says nothing ends, and one that is reset is no reason for a traceback.
+    server.RequestHandlerClass.timeout = _IDLE_S  # type: ignore[attr-defined]
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    return server.server_port

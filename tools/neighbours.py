@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fskv.bounds.eviction_news import EvictionNews
-from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, TTL_S
+from fskv.bounds.lease import SHARED_DIR, TTL_S
 from fskv.bounds.limits import Heartbeat, Usage, smallest
 from fskv.bounds.shared_files import SharedFiles
 from fskv.root.filesystem import Space, clamp_mtime
@@ -86,20 +85,6 @@ def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> U
 def namespaces_in_use(root: str, now_ns: int) -> set[str]:
     """Return the namespaces that a living engine writes to."""
     return {beat.namespace for beat in living_heartbeats(root, now_ns) if beat.namespace}
-
-
-def anybody_lives(root: str, now_ns: int) -> bool:
-    """Return whether a process has a heartbeat in the root or holds its lease."""
-    lease = f"{root}/{SHARED_DIR}/{LEASE_FILE}"
-    return bool(living_heartbeats(root, now_ns)) or _is_young(lease, now_ns, 2 * TTL_S)
-
-
-def _is_young(path: str, now_ns: int, age_s: float) -> bool:
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISREG(info.st_mode) and is_recent(now_ns, info.st_mtime_ns, age_s)
 
 
 def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:

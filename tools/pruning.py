@@ -1,8 +1,8 @@
 """Prunes once: what was used least recently goes, until a target is reached, beside living engines.
 
-`Pruning.look` walks every file, `need` says how much is to go, `forecast` what that would be, and
-`carry_out` removes it through fskv.bounds.evict: each file is looked at again before it goes, the files of
-all ranks go together, and what cannot be removed is passed over. Why no lease is taken: tools.neighbours.
+`Plan` has every file of some namespaces. Files go through fskv.bounds.evict: each is looked at again before
+it goes, the files of all ranks go together, and what cannot be removed is passed over. Why no lease is
+taken: tools.neighbours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,36 +18,14 @@ from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict
 from fskv.bounds.limits import Limits, inodes_short, kept_free
 from fskv.index.snapshot import Catalogue
 from fskv.root.filesystem import Space
-from fskv.sizes import Share
 
-from .neighbours import News, wall_clock_ns
+from .neighbours import News
 from .root_view import Namespace
-from .terminal import say, show
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What an operator asks for; at least one of it."""
-
-    max_nbytes: int | None = None
-    keep_free: int | Share = 0
-    unused_s: float | None = None
-
-
-@dataclass(slots=True)
-class Done:
-    """What became of it."""
-
-    num_files: int = 0
-    nbytes: int = 0
-    used_meanwhile: int = 0
-    failures: dict[str, OSError] = field(default_factory=dict)  # by path
-    reached: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a prune would remove of one namespace, as far as is remembered."""
+    """The part of one namespace that a prune would remove, as far as is remembered."""
 
     catalogue: Catalogue
     num_files: int
@@ -88,121 +66,81 @@ def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     return found
 
 
-class Pruning:
-    """One prune of some namespaces of a root."""
+class Plan:
+    """The files of some namespaces of a root, and how much of them is to go."""
 
-    def __init__(self, root: str, spaces: Sequence[Namespace], wish: Wish) -> None:
+    def __init__(
+        self, root: str, spaces: Sequence[Namespace], limits: Limits, free_nbytes: int
+    ) -> None:
+        """Of `free_nbytes` at least so much goes, whatever the limits."""
         self._root = root
-        self._spaces = spaces
-        self._wish = wish
-        self._catalogues: list[Catalogue] = []
-        self._foreign_nbytes = 0  # of directories without a manifest that describes them: they stay
-        self._namespaces: dict[str, Namespace] = {one.path: one for one in spaces}
-        self._news = News(root)
-        self.unlistable = 0
+        self._limits = limits
+        self._free_nbytes = free_nbytes
+        self.catalogues = {one: Catalogue(one.path) for one in spaces}
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk, those of foreign directories included: a bound is one on the whole root."""
-        return sum(catalogue.nbytes for catalogue in self._catalogues) + self._foreign_nbytes
+        return sum(known.nbytes for known in self.catalogues.values())
 
     @property
     def num_files(self) -> int:
-        return sum(catalogue.num_files for catalogue in self._catalogues)
+        return sum(known.num_files for known in self._ours)
 
-    def look(self, seen: Callable[[int, int], object] = lambda *_: None) -> None:
-        """Walk every file; for `seen` see `tools.terminal.walk_progress`."""
-        for number, one in enumerate(self._spaces):
-            catalogue = Catalogue(one.path)
-            for shard in one.listed(self):
-                catalogue.take(shard)
-                seen(number, shard.idx)
-            if one.problem is None:
-                self._catalogues.append(catalogue)
-            else:
-                self._foreign_nbytes += catalogue.nbytes
-                words = f"{show(one.id)}: foreign, counts and stays: {one.problem}"
-                say(f"{words}; `fskv rm` removes it")
+    @property
+    def _ours(self) -> list[Catalogue]:
+        """Those of all but directories without a manifest that describes them: these stay."""
+        return [known for one, known in self.catalogues.items() if one.problem is None]
 
     def need(self, now_ns: int) -> Need:
         """Return what is to go, and with a time all that was last used before it.
 
         `now_ns` is the root's own clock; ours for a plan that is not carried out.
         """
-        wish = self._wish
-        nbytes = max(0, self.nbytes - wish.max_nbytes) if wish.max_nbytes is not None else 0
-        num_files = 0
-        if wish.keep_free:
+        limits, nbytes, num_files, before_ns = self._limits, self._free_nbytes, 0, None
+        if limits.max_nbytes is not None:
+            nbytes = max(nbytes, self.nbytes - limits.max_nbytes)
+        if limits.keep_free:
             space = Space.of(self._root)
-            nbytes = max(nbytes, kept_free(wish.keep_free, space) - space.free_nbytes)
-            num_files = inodes_short([Limits(keep_free=wish.keep_free)], space)
-        before_ns = None
-        if wish.unused_s is not None:
-            before_ns = cutoff_ns(now_ns, wish.unused_s)
+            nbytes = max(nbytes, kept_free(limits.keep_free, space) - space.free_nbytes)
+            num_files = inodes_short([limits], space)
+        if limits.unused_s is not None:
+            before_ns = cutoff_ns(now_ns, limits.unused_s)
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
         """Return what would go of which namespace."""
-        found = forecast(self._catalogues, need)
-        return [(self._namespaces[one.catalogue.namespace], one) for one in found]
+        spaces = {known.namespace: one for one, known in self.catalogues.items()}
+        return [(spaces[one.catalogue.namespace], one) for one in forecast(self._ours, need)]
 
     def carry_out(
-        self, need: Need, stop: threading.Event, told: Callable[[Done], None] = lambda _: None
-    ) -> Done:
-        """Remove what `need` says, and go on while writers exceed a bound meanwhile; until `stop` is set."""
-        done = Done()
-        asyncio.run(self._carry_out(need, done, stop, told))
-        return done
+        self, now_ns: int, stop: threading.Event, told: Callable[[int], object]
+    ) -> tuple[Pruned, bool]:
+        """Remove what is to go, unless `stop` is set before; returns what has gone, and if it is enough.
 
-    async def _carry_out(
-        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
-    ) -> None:
-        max_nbytes = self._wish.max_nbytes
-        if need.before_ns is not None:
-            await self._remove(Need(self.nbytes, self.num_files, need.before_ns), done, stop, told)
-            need = Need(need.nbytes - done.nbytes, need.num_files - done.num_files)
-        while True:
-            num_files = done.num_files
-            done.reached = await self._remove(need, done, stop, told)
-            # What was removed may show in statvfs only later (btrfs), so that is not asked again.
-            if stop.is_set() or max_nbytes is None:
-                return
-            for catalogue in self._catalogues:
-                try:
-                    await catalogue.refresh(wall_clock_ns())
-                except OSError as error:
-                    self.unlistable += 1
-                    say(f"{catalogue.namespace}: cannot be listed: {error.strerror}")
-            last, need = need, Need(self.nbytes - max_nbytes)
-            done.reached = need.nbytes <= 0
-            # Where writers are as fast as we are this would never end.
-            is_too_slow = 2 * need.nbytes > last.nbytes > 0
-            if done.reached or done.num_files == num_files or is_too_slow:
-                return
-
-    async def _remove(
-        self, need: Need, done: Done, stop: threading.Event, told: Callable[[Done], None]
-    ) -> bool:
-        """Remove what was used least recently, and before a time; returns whether enough has gone."""
+        `told` hears how many files have gone.
+        """
+        done, news, need = Pruned(), News(self._root), self.need(now_ns)
 
         def note(step: Pruned) -> None:
             for path, chunks in step.removed.items():
-                self._news.tell(path, chunks)
-            done.num_files += step.num_files
-            done.nbytes += step.nbytes
-            done.used_meanwhile += step.used_meanwhile
-            done.failures |= step.failures
-            told(done)
+                news.tell(path, chunks)
+            told(step.num_files)
 
-        pruned = await evict(
-            self._catalogues,
-            need,
-            self._root,
-            may_go_on=lambda: not stop.is_set(),
-            stuck=done.failures.keys(),
-            told=note,
-        )
-        if pruned.away is not None:
-            done.failures[self._root] = pruned.away
-            return False
-        return not need.less(pruned)
+        passes = [Need(need.nbytes, need.num_files)]
+        if need.before_ns is not None:
+            passes.insert(0, Need(self.nbytes, self.num_files, need.before_ns))
+        for each in passes:
+            if done.away is None:
+                pruning = evict(
+                    self._ours,
+                    each.less(done),
+                    self._root,
+                    may_go_on=lambda: not stop.is_set(),
+                    stuck=done.failures.keys(),
+                    told=note,
+                )
+                done.add(asyncio.run(pruning))
+        if done.away is not None:
+            done.failures[self._root] = done.away
+        return done, done.away is None and not passes[-1].less(done)

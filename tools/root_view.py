@@ -88,19 +88,16 @@ class Namespace:
     def tenant(self) -> str | None:
         return self.identity.tenant if self.identity else None
 
-    def shards(self, start: int = 0) -> Iterator[Shard]:
-        """Walk the directories of chunks from `start` on, in order: nothing is remembered of those before.
-
-        Raises OSError when the namespace itself cannot be read.
-        """
+    def shards(self) -> Iterator[Shard]:
+        """Walk the directories of chunks in order. Raises OSError where the namespace cannot be read."""
         from fskv.index.scan import walk
 
-        return _in_turn(walk(self.path, {}, now_ns=time.time_ns(), start=start))
+        return _in_turn(walk(self.path, {}, now_ns=time.time_ns()))
 
-    def walk(self, start: int = 0) -> Iterator[Shard | Unlistable]:
+    def walk(self) -> Iterator[Shard | Unlistable]:
         """As `shards`; what cannot be listed, the namespace itself too, is one of the results."""
         try:
-            for shard in self.shards(start):
+            for shard in self.shards():
                 yield shard if shard.error is None else Unlistable.of(self, shard)
         except OSError as error:
             yield Unlistable(self.path, error.strerror or str(error))

@@ -56,6 +56,14 @@ def emit(kind: str, **fields: Any) -> None:
     print(json.dumps({"type": kind, **fields}, allow_nan=False), flush=kind == "summary")
 
 
+def tell(kind: str, text: str, *, as_json: bool, **fields: Any) -> None:
+    """Print a result: a JSON line of these fields, or a text."""
+    if as_json:
+        emit(kind, **fields)
+    else:
+        print(show(text))
+
+
 def tell_failure(path: str, reason: str, *, as_json: bool) -> None:
     """Say that something cannot be removed."""
     if as_json:

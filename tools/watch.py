@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 
-from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.maintenance import LOOK_S, Maintainer, Seen
-from fskv.errors import FskvError, RootError
+from fskv.errors import FskvError
 from fskv.root.process_id import unique_name
 from fskv.root.root import Root
 
@@ -46,12 +45,11 @@ class _Said(logging.Handler):
 
 
 class Watcher:
-    """One watcher: `watched` from any thread, `await_root` and then `run` on the main one."""
+    """One watcher: `run` on the main thread, `watched` on any."""
 
     def __init__(self, root: str) -> None:
-        self._root = os.path.abspath(root)
+        self._root = root
         self._stop = threading.Event()
-        self._view: RootView | None = None
         self._started_at = time.monotonic()
         # Written by the thread that touches the root, each as one assignment.
         self._seen: Seen | None = None
@@ -62,43 +60,16 @@ class Watcher:
         answered_at = self._answered_at or self._started_at
         return Watched(self._seen, time.monotonic() - answered_at)
 
-    def await_root(self) -> RootView | None:
-        """Wait until an fskv root is there, and return it; None where a signal came first.
+    def run(self, limits: Limits, check: Callable[[RootView], None]) -> None:
+        """Wait for the root, let `check` refuse it, and watch until a signal comes.
 
-        Raises NotARoot at once for what is there and will not become one by itself.
-        """
-        thread = threading.Thread(target=self._look, name="fskv-await", daemon=True)
-        with stopped_by_signals() as stop:
-            thread.start()
-            while thread.is_alive() and not stop.is_set():
-                thread.join(0.2)
-            if stop.is_set():
-                self._stop.set()
-                return None
-        if self._failure is not None:
-            raise self._failure
-        return self._view
-
-    def _look(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._view = opened(self._root)
-                if self._view is not None:
-                    return
-                if self._answered_at is None:
-                    say(f"waiting for an fskv root at {self._root}: no engine has made one yet")
-                self._answered_at = time.monotonic()
-                self._stop.wait(_AWAIT_S)
-        except BaseException as error:
-            self._failure = error
-
-    def run(self, limits: Limits, told: Callable[[Seen], None] = lambda _: None) -> None:
-        """Watch until a signal comes; `told` is called about once a minute with what was seen.
-
-        Raises CommandError where it cannot go on. Where the root does not answer, the process ends here.
+        Raises NotARoot for what is there and will not become a root by itself, what `check` raises, and
+        CommandError where it cannot go on. Where the root does not answer, the process ends here.
         """
         beat = Heartbeat(unique_name(), None, None, limits)
-        thread = threading.Thread(target=self._main, args=(beat,), name="fskv-watch", daemon=True)
+        thread = threading.Thread(
+            target=self._main, args=(beat, check), name="fskv-watch", daemon=True
+        )
         logger = logging.getLogger("fskv")
         handler = _Said()
         logger.addHandler(handler)
@@ -106,7 +77,7 @@ class Watcher:
         try:
             with stopped_by_signals() as stop:
                 thread.start()
-                self._wait(thread, stop, told)
+                self._wait(thread, stop)
                 self._stop.set()
                 thread.join(_LEAVE_S)
                 if thread.is_alive():
@@ -114,12 +85,12 @@ class Watcher:
                     os._exit(Exit.PARTIAL)
         finally:
             logger.removeHandler(handler)
+        if isinstance(self._failure, CommandError):
+            raise self._failure
         if self._failure is not None:
             raise CommandError(f"ended: {self._failure!r}")
 
-    def _wait(
-        self, thread: threading.Thread, stop: threading.Event, told: Callable[[Seen], None]
-    ) -> None:
+    def _wait(self, thread: threading.Thread, stop: threading.Event) -> None:
         told_at, held = float("-inf"), False
         while not stop.wait(0.2) and thread.is_alive():
             seen = self._seen
@@ -127,13 +98,31 @@ class Watcher:
                 continue
             if seen.holder != held or time.monotonic() - told_at > _TOLD_S:
                 told_at, held = time.monotonic(), seen.holder
-                told(seen)
+                say(_sentence(seen, seen.usage))
 
-    def _main(self, beat: Heartbeat) -> None:
+    # --- on the thread that touches the root --------------------------------------------------
+
+    def _main(self, beat: Heartbeat, check: Callable[[RootView], None]) -> None:
         try:
-            asyncio.run(self._serve(beat))
+            view = self._await_root()
+            if view is not None:
+                check(view)
+                say(f"watching {self._root}")
+                asyncio.run(self._serve(beat))
         except BaseException as error:
             self._failure = error
+
+    def _await_root(self) -> RootView | None:
+        """Return the root once it is there; None where a signal came first."""
+        while not self._stop.is_set():
+            view = _opened(self._root)
+            if view is not None:
+                return view
+            if self._answered_at is None:
+                say(f"waiting for an fskv root at {self._root}: no engine has made one yet")
+            self._answered_at = time.monotonic()
+            self._stop.wait(_AWAIT_S)
+        return None
 
     async def _serve(self, beat: Heartbeat) -> None:
         maintainer = Maintainer(self._root, beat)
@@ -149,7 +138,7 @@ class Watcher:
             maintainer.close()
 
 
-def opened(path: str) -> RootView | None:
+def _opened(path: str) -> RootView | None:
     """Open a root; None where an engine may yet make one: nothing is there, or an empty directory.
 
     Raises NotARoot for all else.
@@ -157,35 +146,17 @@ def opened(path: str) -> RootView | None:
     try:
         return RootView.open(path)
     except NotARoot:
-        if not _may_become_one(path):
+        with contextlib.suppress(FskvError):
+            Root.open(path, create=True, writable=False)  # passes over an empty directory
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path)
             raise
     return None
 
 
-def _may_become_one(path: str) -> bool:
-    try:
-        # Passes over an empty directory, and makes nothing.
-        Root.open(path, create=True, writable=False)
-    except RootError:
-        return _is_missing(path)
-    except FskvError:
-        return False
-    return True
-
-
-def _is_missing(path: str) -> bool:
-    """Whether nothing is there, where a directory could be made."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        return error.errno == errno.ENOENT
-    return False
-
-
-def sentence(seen: Seen) -> str:
+def _sentence(seen: Seen, usage: Usage) -> str:
     """Say what was seen, for a person."""
-    usage = seen.usage
-    assert usage is not None
     who = "counts and prunes" if seen.holder else "another process counts and prunes"
     return (
         f"{iec(usage.nbytes)} in {usage.num_files:,} files, {iec(seen.space.free_nbytes)} free;"

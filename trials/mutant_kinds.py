@@ -785,7 +785,7 @@ FAULTS = (
         "fskv/root/process_id.py",
         "    age_ns = now_ns - clamp_mtime(mtime_ns, now_ns)\n",
         "    age_ns = now_ns - mtime_ns\n",
-        ("tests/tools/test_gc.py",),
+        ("tests/tools/test_prune_command.py",),
     ),
     Fault(
         "sums-without-end",
@@ -900,20 +900,20 @@ FAULTS = (
         _REMOVE,
     ),
     Fault(
-        "gc-removes-foreign-files",
-        "gc removes only parts that have the name of a writer of fskv's.",
+        "prune-removes-foreign-files",
+        "prune removes only parts that have the name of a writer of fskv's.",
         "fskv/root/process_id.py",
         "    return stem != name and (is_our_name(stem) or _OUR_PROBE.fullmatch(stem) is not None)\n",
         "    return stem != name\n",
-        ("tests/tools/test_gc.py", "tests/tools/test_removers.py"),
+        ("tests/tools/test_prune_command.py", "tests/tools/test_removers.py"),
     ),
     Fault(
-        "gc-removes-living-parts",
-        "gc leaves the part of a writer that may live.",
+        "prune-removes-living-parts",
+        "prune leaves the part of a writer that may live.",
         "fskv/root/process_id.py",
         "    return provably_dead(part.removesuffix(",
         "    return not provably_dead(part.removesuffix(",
-        ("tests/tools/test_gc.py",),
+        ("tests/tools/test_prune_command.py",),
     ),
     # --- who shares with whom ---------------------------------------------------------------
     Fault(

@@ -85,6 +85,16 @@ class Pruned:
     # The root is not there, or not mounted: the rest stays.
     away: OSError | None = None
 
+    def add(self, step: Pruned) -> None:
+        """Add what has gone in a step, but not which chunks."""
+        self.num_files += step.num_files
+        self.nbytes += step.nbytes
+        self.vanished_nbytes += step.vanished_nbytes
+        self.used_meanwhile += step.used_meanwhile
+        self.failures |= step.failures
+        self.last_use_ns = step.last_use_ns or self.last_use_ns
+        self.away = step.away
+
 
 def plan(
     catalogues: Sequence[Catalogue], need: Need, stuck: AbstractSet[str] = frozenset()
@@ -145,21 +155,11 @@ async def evict(
             await remove(step, candidates[at : at + _BATCH])
         step.forget()
         stuck |= step.pruned.failures.keys()
-        _add(pruned, step.pruned)
+        pruned.add(step.pruned)
         told(step.pruned)
         if not step.decided:
             break
     return pruned
-
-
-def _add(pruned: Pruned, step: Pruned) -> None:
-    pruned.num_files += step.num_files
-    pruned.nbytes += step.nbytes
-    pruned.vanished_nbytes += step.vanished_nbytes
-    pruned.used_meanwhile += step.used_meanwhile
-    pruned.failures |= step.failures
-    pruned.last_use_ns = step.last_use_ns or pruned.last_use_ns
-    pruned.away = step.away
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float,
     it, and taken out of the catalogue. Raises OSError where the root is not there.
     """
     removed, told = 0, False
-    for found in _orphans(catalogues, now_ns, grace_s, root):
+    for found in orphaned(catalogues, now_ns, grace_s, root):
         removed += found.fate is Fate.GOES
         if found.fate is Fate.FAILED and found.what and not told:  # one for a round
             told = True
@@ -299,18 +299,27 @@ def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float,
     return removed
 
 
-def _orphans(
-    catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str
+def orphaned(
+    catalogues: Iterable[Catalogue],
+    now_ns: int,
+    grace_s: float,
+    root: str,
+    *,
+    delete: bool = True,
 ) -> Iterator[Outcome]:
+    """Yield the fate of all that is no chunk file, as `remove_orphans`; without `delete` nothing goes."""
     judge = orphans(now_ns, grace_s)
     for catalogue in catalogues:
         for shard, parts in list(catalogue.parts.items()):
-            with Place(root, shard_path(catalogue.namespace, shard)) as place:
+            where = shard_path(catalogue.namespace, shard)
+            with Place(root, where, delete=delete) as place:
                 found = [place.remove(os.path.basename(part.path), judge) for part in parts]
             yield from found
-            left = [part for part, one in zip(parts, found, strict=True) if not one.is_gone]
+            left = [
+                part for part, one in zip(parts, found, strict=True) if not (one.is_gone and delete)
+            ]
             catalogue.parts[shard] = left
             if not left:
                 del catalogue.parts[shard]
-        yield from sweep(root, f"{catalogue.namespace}/{TMP_DIR}", judge)
-    yield from sweep(root, root, orphans(now_ns, grace_s, PART_PREFIX))
+        yield from sweep(root, f"{catalogue.namespace}/{TMP_DIR}", judge, delete=delete)
+    yield from sweep(root, root, orphans(now_ns, grace_s, PART_PREFIX), delete=delete)

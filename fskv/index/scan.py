@@ -123,10 +123,9 @@ async def walk(
     seen: Mapping[int, int],
     *,
     now_ns: int,
-    start: int = 0,
     device: int | None = None,
 ) -> AsyncIterator[Shard]:
-    """Yield the shards from `start` on whose directory is not as it was `seen`, in order.
+    """Yield the shards whose directory is not as it was `seen`, in order.
 
     `seen` has the `dir_mtime_ns` of the last visits, 0 or nothing for none; a shard that is gone since is
     yielded empty. `now_ns` is the file system's own clock at the beginning, or earlier. On `device` files
@@ -138,7 +137,7 @@ async def walk(
 
     import aiofiles.os
 
-    shards = await aiofiles.os.wrap(_changed)(namespace, seen, start, now_ns)
+    shards = await aiofiles.os.wrap(_changed)(namespace, seen, now_ns)
     most = await aiofiles.os.wrap(most_nbytes)(namespace)
     batches = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
     list_batch = aiofiles.os.wrap(_list_batch)
@@ -159,9 +158,7 @@ async def walk(
             future.cancel()
 
 
-def _changed(
-    namespace: str, seen: Mapping[int, int], start: int, now_ns: int
-) -> list[tuple[int, int]]:
+def _changed(namespace: str, seen: Mapping[int, int], now_ns: int) -> list[tuple[int, int]]:
     """Return (shard, mtime of its directory) for all that changed; mtime -1 for those that are gone.
 
     An mtime of the future does not tell: where nodes stamp by their own clocks what comes before that time
@@ -171,9 +168,9 @@ def _changed(
     path = f"{namespace}/{CHUNK_DIR}"
     for name in _names(namespace, path):
         idx = shard_idx(name)
-        if idx is not None and idx >= start:
+        if idx is not None:
             found[idx] = dir_mtime_ns(f"{path}/{name}")
-    gone = [(idx, -1) for idx, mtime in seen.items() if idx >= start and idx not in found and mtime]
+    gone = [(idx, -1) for idx, mtime in seen.items() if idx not in found and mtime]
     changed = [
         (idx, mtime)
         for idx, mtime in found.items()

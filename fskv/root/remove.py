@@ -1,6 +1,6 @@
 """Removes files and empty directories of a root, for everybody who has judged that they may go.
 
-Eviction, `fskv gc`, `rm`, `prune` and `verify` decide which; here is how. A directory is opened through no
+Eviction, `fskv rm`, `prune` and `verify` decide which; here is how. A directory is opened through no
 link below the root. Each name is looked at there, judged by what it is at that moment, and removed from that
 very directory. Anything but a regular file is foreign and stays, whatever a judge says. Each call returns an
 `Outcome`, and raises only where the root is away.

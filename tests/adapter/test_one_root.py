@@ -147,7 +147,7 @@ def test_of_all_engines_namespaces_one_is_removed_and_garbage_goes(root):
     parts = [path.with_name(f"{dead_name()}.part") for path in chunk_files(root)[::4]]
     for part in parts:
         part.write_bytes(b"x")
-    assert run("gc", "--yes", root=root).exit_code == 0
+    assert run("prune", "--yes", root=root).exit_code == 0
     assert not [part for part in parts if part.exists()]
     assert len(chunk_files(root)) == 12
     for number, name in enumerate(sorted(namespaces(root))):

@@ -54,14 +54,14 @@ def _steps(talk: lab.Conversation, own: int) -> list[int]:
 
 
 def _fskv(*words: str, root: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fskv_tools", *words, "--root", root, "--json"]
+    command = [sys.executable, "-m", "fskv_tools", *words, "--root", root]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _lines(process: subprocess.Popen) -> list[dict]:
+def _said(process: subprocess.Popen) -> tuple[str, str]:
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err, err
-    return [json.loads(line) for line in out.splitlines()]
+    return out, err
 
 
 def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
@@ -99,9 +99,9 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         bound = stored // 2
         go_on(0)
         removed = 0
-        for _ in range(5):  # where writers are faster than a prune it says so
-            once = _fskv("prune", "--max-size", str(bound), "--yes", root=root)
-            *_, summary = _lines(once)
+        for _ in range(5):  # where not enough can be removed it says so
+            once = _fskv("prune", "--max-size", str(bound), "--yes", "--json", root=root)
+            summary = json.loads(_said(once)[0].splitlines()[-1])
             assert summary["unremovable"] == 0
             assert once.returncode == (0 if summary["reached"] else 3), summary
             removed += summary["removed_nbytes"]
@@ -125,9 +125,8 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         assert max(sampler.nbytes[reached:]) <= 1.2 * bound
         assert max(sampler.nbytes[reached:]) > bound // 2, "it was not held by removing everything"
         watcher.send_signal(signal.SIGTERM)
-        *states, ended = _lines(watcher)
-        assert states
-        assert (watcher.returncode, ended["type"]) == (0, "summary")
+        assert "counts and prunes" in _said(watcher)[1]
+        assert watcher.returncode == 0
     finally:
         for engine in engines:
             engine.kill()

@@ -90,7 +90,7 @@ HOMES = {
     "rich": ("tools.",),
     # top and report read what engines publish, prune --watch publishes
     "prometheus_client": (
-        *("tools.endpoint", "tools.exporter", "tools.metrics_server"),
+        *("tools.endpoint", "tools.exporter"),
         "fskv.engines.prometheus",
     ),
     # replay --plot, and report

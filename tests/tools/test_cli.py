@@ -462,7 +462,7 @@ def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
         ("du", "--json"),
         ("verify",),
         ("prune", "--max-size", "1", "-n"),
-        ("gc", "-n"),
+        ("prune", "-n"),
     ],
 )
 @pytest.mark.parametrize("readable", [False, True])
@@ -524,7 +524,7 @@ def test_where_no_identity_can_be_read_it_is_said_and_so_is_what_removes_it(lab)
     assert done.exit_code == 1
     assert "no namespace that can be read" in done.stderr
     assert "no engine has stored" not in done.stderr
-    for command in (words, ("gc", "-n"), ("prune", "--max-size", "1", "-n")):
+    for command in (words, ("prune", "-n"), ("prune", "--max-size", "1", "-n")):
         assert "`fskv rm`" in run(*command, root=lab.path).stderr
     for options in (("--chunks",), ("-q",), ("-q", "--chunks"), ("--chunks", "--json")):
         done = run("ls", *options, root=lab.path)
@@ -564,7 +564,7 @@ def test_a_name_forges_no_line_and_moves_no_cursor(lab, monkeypatch, forbidden):
             return real(path)
 
         for words in (
-            *(("ls",), ("ls", "-q"), ("ls", "--chunks"), ("du",), ("verify",), ("gc", "-n")),
+            *(("ls",), ("ls", "-q"), ("ls", "--chunks"), ("du",), ("verify",), ("prune", "-n")),
             *(
                 ("prune", "--max-size", "1", "-n"),
                 ("rm", "arch/org", "-n"),

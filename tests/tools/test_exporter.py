@@ -16,7 +16,6 @@ from fskv.bounds.maintenance import Seen
 from fskv.root.filesystem import Space
 
 exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
-metrics_server = pytest.importorskip("fskv_tools.metrics_server")
 exits = pytest.importorskip("fskv_tools.exits")
 
 SPACE = Space(10**12, 10**11, 10**6, 10**5)
@@ -89,9 +88,8 @@ def test_before_the_root_has_answered_there_is_its_name_and_how_long_it_has_not(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
-def test_connections_that_say_nothing_cost_few_threads_and_no_scrape(address, capfd, monkeypatch):
-    """One thread each, for ever, was what the library's own server gave them."""
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 2.0)
+def test_connections_that_say_nothing_end_and_cost_no_scrape(address, capfd, monkeypatch):
+    monkeypatch.setattr(exporter, "_IDLE_S", 2.0)
     if address == "::1" and not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("no IPv6")
     before = threading.active_count()
@@ -105,8 +103,7 @@ def test_connections_that_say_nothing_cost_few_threads_and_no_scrape(address, ca
         for _ in range(3):
             with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
                 assert b"fskv_root_last_step_age_seconds 0.0" in answer.read()
-        most = before + metrics_server.MAX_CONNECTIONS + 2
-        wait_for(lambda: threading.active_count() <= most)
+        wait_for(lambda: threading.active_count() <= before + 2)
     finally:
         for one in idle:
             one.close()

@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": "doctor",
     "prune": "prune --max-size 100KiB --yes",
     "rm": "rm org/model --yes",
-    "gc": "gc --yes",
+    "prune garbage": "prune --yes",
     "copy": "copy --to {at}/new --create",
     "diff": "diff org/model org/other",
     "explain": f"explain org/model {key_of(1).hex()}",

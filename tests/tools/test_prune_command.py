@@ -1,23 +1,30 @@
-"""`fskv prune` once: what was used least recently goes, nothing else, whoever else works on the root."""
+"""`fskv prune` once: what was used least recently and what nobody needs goes, and nothing else."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from tool_lab import Lab, check_lines, fskv, run
+from capacity_lab import dead_name
+from tool_lab import Lab, check_lines, everything_below, fskv, run
 from world import wait_for
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv_tools import pruning
 
 from fskv.bounds.eviction_news import EvictionNews, entries
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.shared_files import SharedFiles
+from fskv.root.process_id import unique_name
 
-DAY = 86400
+HOUR, DAY = 3600, 86400
 
 
 @pytest.fixture
@@ -30,12 +37,38 @@ def where(lab):
     return lab.namespace()
 
 
+@pytest.fixture
+def files(lab):
+    os.makedirs(f"{lab.path}/{SHARED_DIR}/removed")
+    return SharedFiles(f"{lab.path}/{SHARED_DIR}")
+
+
 def there(paths):
     return [path for path in paths if os.path.lexists(path)]
 
 
 def on_disk(paths):
     return sum(os.lstat(path).st_blocks * 512 for path in there(paths))
+
+
+def put(path, age_s=0.0):
+    open(path, "w").close()
+    age(path, age_s)
+    return path
+
+
+def age(path, age_s):
+    then = time.time_ns() - int(age_s * 1e9)
+    os.utime(path, ns=(then, then))
+
+
+def age_all(path, age_s):
+    for where, _, names in os.walk(path, topdown=False):
+        for name in (*names, "."):
+            age(f"{where}/{name}", age_s)
+
+
+# --- what was used least recently -----------------------------------------------------------
 
 
 def test_the_least_recently_used_go_until_the_size_is_reached(lab, where):
@@ -51,6 +84,11 @@ def test_the_least_recently_used_go_until_the_size_is_reached(lab, where):
     assert there(paths) == paths[:25]
     assert done.summary["removed_files"] == 15
     check_lines("prune", done.lines)
+    free = run("prune", "--free", 4 * one + 1, "--yes", root=lab.path)
+    assert (free.exit_code, there(paths)) == (0, paths[:20])
+    assert "uses are recorded every 10 min" in free.stderr
+    more = run("prune", "--free", 21 * one, "--yes", root=lab.path)  # all would go for it
+    assert (more.exit_code, there(paths)) == (2, paths[:20])
 
 
 def test_it_asks_and_refuses_where_nobody_can_be_asked(lab, where):
@@ -58,10 +96,9 @@ def test_it_asks_and_refuses_where_nobody_can_be_asked(lab, where):
     done = fskv("prune", "--max-size", "1KiB", root=lab.path)
     assert done.exit_code == 2
     assert "--yes" in done.stderr
-    assert there(paths) == paths
     for slip in (
-        *("", "--max-size ten", "--max-size 0", "--max-size 1KiB --metrics-port 1"),
-        *("--unused-for 1", "--keep-free 200%", "--keep-free 4096PiB"),
+        *("--max-size ten", "--max-size 0", "--max-size 1KiB --metrics-port 1", "--free x"),
+        *("--unused-for 1", "--keep-free 200%", "--keep-free 4096PiB", f"--namespace {where.id}"),
     ):
         assert run("prune", *slip.split(), "--yes", root=lab.path).exit_code == 2, slip
     assert there(paths) == paths
@@ -72,18 +109,20 @@ def test_unused_for_takes_what_is_old_and_nothing_that_may_have_been_used(lab, w
     # Readers renew an mtime only when it is 10 minutes old: these may have been used within the 30 days.
     stays = [lab.chunk(where, n, age_s=30 * DAY + 500) for n in range(10, 20)]
     stays.append(lab.chunk(where, 20, age_s=29 * DAY))
-    done = run("prune", "--unused-for", "30d", "--yes", "--json", root=lab.path)
-    assert done.summary["removed_files"] == 10
+    words = ("--unused-for", "30d", "--max-size", "1GiB")
+    done = run("prune", *words, "--yes", "--json", root=lab.path)
+    assert (done.summary["removed_files"], done.summary["reached"]) == (10, True)
     assert there(old + stays) == stays
 
 
 def test_only_the_chosen_namespaces_and_tenants(lab, where):
     other = lab.namespace(model_name="org/other", tenant="acme")
     ours, theirs = lab.chunks(where, range(10)), lab.chunks(other, range(10), age_s=DAY)
+    part = put(f"{lab.path}/.fskv-{dead_name()}.part")
     words = ("prune", "--max-size", "1KiB", "--yes")
     assert run(*words, "--tenant", "nobody", root=lab.path).exit_code == 2
     assert run(*words, "--namespace", where.id, root=lab.path).exit_code == 0
-    assert (there(ours), there(theirs)) == ([], theirs)
+    assert (there(ours), there(theirs), there([part])) == ([], theirs, [part])
     ours = lab.chunks(where, range(10))
     assert run(*words, "--tenant", "acme", root=lab.path).exit_code == 0
     assert (there(ours), there(theirs)) == (ours, [])
@@ -109,8 +148,7 @@ def test_where_nothing_can_be_removed_it_says_so_and_ends_with_3(
     assert ("nothing can be removed: Read-only file system" in done.stderr) is read_only
 
 
-def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where):
-    os.makedirs(f"{lab.path}/.fskv-maintenance/removed")
+def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where, files):
     paths = [lab.chunk(where, n, age_s=DAY) for n in range(300)]
     code = (
         "import time; from fskv.bounds import evict; from fskv_tools.cli import main\n"
@@ -132,7 +170,7 @@ def test_ctrl_c_in_the_middle_tells_what_went_and_leaves_a_valid_root(lab, where
     left = there(paths)
     assert left
     # Engines hear of what went.
-    news = EvictionNews(f"{lab.path}/.fskv-maintenance").take_new(where.id.rpartition("@")[2])
+    news = EvictionNews(f"{lab.path}/{SHARED_DIR}").take_new(where.id.rpartition("@")[2])
     gone = {os.path.basename(path)[:32] for path in set(paths) - set(left)}
     assert {name.hex() for name, _ in entries(news)} == gone
     assert run("ls", root=lab.path).exit_code == 0
@@ -150,3 +188,117 @@ def test_keep_free_frees_what_is_missing_on_the_file_system(lab, where, monkeypa
         done = run("prune", "--keep-free", "10%", "--yes", "--json", root=lab.path)
         assert done.summary["removed_files"] == removed
     assert there(paths) == paths[:12]
+
+
+# --- what nobody needs ------------------------------------------------------------------------
+
+
+def test_parts_of_the_dead_and_of_long_ago_go_and_those_of_the_living_stay(lab, where):
+    path = lab.chunk(where, 1)
+    goes, stays = [], [path]
+    for directory in (os.path.dirname(path), f"{where.directory.path}/tmp"):
+        goes.append(put(f"{directory}/{dead_name()}.part"))
+        goes.append(put(f"{directory}/node9-1-00000000-2.part", 2 * HOUR))
+        goes.append(put(f"{directory}/node9-1-00000000-3.part", -30 * DAY))  # of the future
+        stays.append(put(f"{directory}/{unique_name()}.part"))
+        stays.append(put(f"{directory}/node9-1-00000000-1.part", HOUR / 2))
+        stays.append(put(f"{directory}/node9-1-00000000-4.part", -HOUR))  # a clock that is ahead
+        stays.append(put(f"{directory}/strange name.part", 2 * HOUR))
+    goes.append(put(f"{lab.path}/.fskv-{dead_name()}.part"))
+    plan = run("prune", "--dry-run", "--json", root=lab.path)
+    assert plan.summary["garbage"] == len(goes)
+    assert fskv("prune", root=lab.path).exit_code == 2, "nobody could be asked"
+    assert there(goes) == goes
+    done = run("prune", "--yes", "--json", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    assert (there(goes), there(stays)) == ([], stays)
+    assert (done.summary["garbage_removed"], done.summary["removed_files"]) == (len(goes), 0)
+    check_lines("prune", done.lines)
+
+
+def test_empty_directories_and_dead_namespaces_go(lab, where):
+    dead, fresh = lab.namespace(model_name="org/dead"), lab.namespace(model_name="org/fresh")
+    lab.chunk(where, 1)
+    empty, young = (f"{where.directory.path}/chunks/{name}" for name in ("00a", "00b"))
+    os.mkdir(empty)
+    os.mkdir(young)
+    age(empty, 120)
+    os.mkdir(f"{dead.directory.path}/chunks/00a")
+    put(f"{dead.directory.path}/snapshot.msgpack")
+    age_all(dead.directory.path, 2 * HOUR)
+    done = run("prune", "--yes", root=lab.path)
+    assert done.exit_code == 0, done.stderr
+    left = there([empty, young, dead.directory.path, fresh.directory.path, where.directory.path])
+    assert left == [young, fresh.directory.path, where.directory.path]
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["", "negative control"])
+def test_a_chunk_that_comes_into_a_dead_namespace_keeps_it(lab, where, monkeypatch, changed):
+    """In the control nothing comes between the plan and the removal, and the namespace goes."""
+    age_all(where.directory.path, 2 * HOUR)
+    real, paths = pruning.Plan.carry_out, []
+
+    def meanwhile(*words, **options):
+        if changed:
+            paths.append(lab.chunk(where, 1))
+            age_all(where.directory.path, 2 * HOUR)
+        return real(*words, **options)
+
+    monkeypatch.setattr(pruning.Plan, "carry_out", meanwhile)
+    run("prune", "--yes", root=lab.path)
+    assert there(paths) == paths
+    assert os.path.exists(where.directory.path) is changed
+
+
+def test_a_namespace_that_an_engine_writes_to_or_that_holds_anything_stays(lab, files):
+    written, foreign = lab.namespace(), lab.namespace(model_name="org/foreign")
+    files.publish(Heartbeat(unique_name(), written.id, None, Limits()))
+    notes = put(f"{foreign.directory.path}/notes.txt")
+    for where in (written, foreign):
+        age_all(where.directory.path, 2 * HOUR)
+    done = run("prune", "--yes", root=lab.path)
+    assert os.path.exists(f"{written.directory.path}/namespace.json")
+    assert os.path.exists(notes)
+    assert notes in done.stdout
+    assert len(files.heartbeats()) == 1, "that of a living engine stays"
+
+
+@pytest.mark.parametrize("words", ["prune", "rm --unused-for 1h", "prune --max-size 1B"])
+@pytest.mark.parametrize("manifest", ["of another", "none", "its own"])
+def test_what_is_only_called_like_a_namespace_is_foreign(lab, where, words, manifest):
+    """Negative control: with a manifest that describes it, it is a namespace and goes."""
+    lab.chunks(where, range(3))
+    path = where.directory.path
+    if manifest == "of another":
+        path = shutil.copytree(path, f"{lab.path}/backup/model@{where.id[-16:]}")
+    elif manifest == "none":
+        os.unlink(f"{path}/namespace.json")
+    if words == "prune":
+        shutil.rmtree(f"{path}/chunks")
+    age_all(lab.path, 100 * DAY)
+    before = everything_below(path)
+    done = run(*words.split(), "--yes", root=lab.path)
+    assert (everything_below(path) == before) is (manifest != "its own"), done.stdout
+    if manifest != "its own" and "rm" not in words:
+        assert "foreign" in done.stdout + done.stderr
+        assert path.removeprefix(f"{lab.path}/") in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("readable", [False, True], ids=["", "negative control"])
+@pytest.mark.parametrize("words", ["prune", "rm --unused-for 90d"])
+def test_where_a_heartbeat_cannot_be_read_no_namespace_goes(
+    lab, where, files, words, monkeypatch, readable
+):
+    """It may be of somebody who lives. In the control it says that nobody does."""
+    age_all(lab.path, 100 * DAY)
+    files.publish(Heartbeat(dead_name(), None, None, Limits()))
+
+    def denied(*_):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    if not readable:
+        monkeypatch.setattr(SharedFiles, "_read", denied)
+    done = run(*words.split(), "--yes", root=lab.path)
+    assert os.path.exists(where.directory.path) is not readable
+    assert ("Permission denied" in done.stderr) is not readable
+    assert (done.exit_code == 0) is readable

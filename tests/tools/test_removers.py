@@ -1,4 +1,4 @@
-"""`rm`, `prune`, `gc` and `verify` remove what they are for and nothing else, whatever happens meanwhile."""
+"""`rm`, `prune` and `verify` remove what they are for and nothing else, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COMMANDS = pytest.mark.parametrize(
     [
         ("rm", "NAMESPACE"),
         ("prune", "--max-size", "1B"),
-        ("gc", "--namespaces-unused-for", "1h"),
+        ("rm", "--unused-for", "1h"),
         ("verify", "--remove-bad"),
     ],
-    ids=lambda words: words[0],
+    ids=" ".join,
 )
 
 

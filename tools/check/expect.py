@@ -1,16 +1,14 @@
-"""What a chunk file must say, as far as its name, its directory and the namespace's manifest tell. Pure.
+"""The expected content of a chunk file, by its name, its directory and the namespace's manifest. Pure.
 
 Step 7 of "What readers MUST check" (docs/format.md) compares a file with what an engine expects. Without an
 engine the same follows from `namespace.json`: its digest, the groups, their page sizes and layer names. With
-pipeline stages the manifest has no pages; then only the files of a group and rank can be compared with each
-other, which `census` does.
+pipeline stages the manifest has no pages, and no layout is compared.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from fskv import namespace
@@ -18,12 +16,10 @@ from fskv.errors import ChunkStale
 from fskv.format.chunk_file import ChunkHeader, FileLayout
 from fskv.namespace import ChunkName, GroupIdentity, Identity
 
-_MAX_VARIANTS = 16  # of layouts that are counted for a group and rank
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the files of one namespace have in common; nothing where nobody knows."""
+    """The facts that the files of one namespace have in common, as far as they are known."""
 
     digest: bytes | None = None  # of the namespace: from a manifest that can be read
     digest16: str | None = None  # of the namespace: from the directory's name
@@ -69,7 +65,7 @@ def layout_of(header: ChunkHeader) -> FileLayout:
     return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
 
 
-@lru_cache(maxsize=16)  # an archive asks for each of its files
+@lru_cache(maxsize=16)  # a copy asks for each of its files
 def expected_of(identity: Identity | None, digest16: str) -> Expected:
     """Return what the files below a directory of this name and with this manifest must say."""
     if identity is None:
@@ -83,45 +79,3 @@ def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None
         return None  # pipeline stages: the pages differ from rank to rank
     digest = namespace.layout_digest(group, identity.blocks_per_chunk)
     return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
-
-
-# --- files that can only be compared with each other --------------------------------------
-
-
-@dataclass(slots=True)
-class Census:
-    """The layouts of the files whose layout no manifest tells: those of a group and rank must be one.
-
-    16 bytes for each file: which of them are not like the others is known only at the end.
-    """
-
-    groups: dict[tuple[int, int | None], dict[tuple[bytes, int], bytearray]] = field(
-        default_factory=dict
-    )
-    uncounted: Counter[tuple[int, int | None]] = field(default_factory=Counter)
-
-    def add(self, name: ChunkName, header: ChunkHeader) -> None:
-        variants = self.groups.setdefault((name.group_idx, name.rank), {})
-        variant = header.layout_digest, header.header_nbytes + header.payload_nbytes
-        if variant not in variants and len(variants) == _MAX_VARIANTS:
-            self.uncounted[name.group_idx, name.rank] += 1
-            return
-        variants.setdefault(variant, bytearray()).extend(bytes.fromhex(name.name))
-
-    def odd(self) -> list[tuple[ChunkName, str]]:
-        """Return the files that are not like most of their group and rank, and why."""
-        found = []
-        for (group_idx, rank), variants in self.groups.items():
-            usual = max(variants, key=lambda variant: len(variants[variant]))
-            for variant, names in variants.items():
-                if variant == usual:
-                    continue
-                why = (
-                    f"another layout: {variant[0].hex()} and {variant[1]} bytes, where most of group "
-                    f"{group_idx} have {usual[0].hex()} and {usual[1]}"
-                )
-                found += [
-                    (ChunkName(names[at : at + 16].hex(), group_idx, rank), why)
-                    for at in range(0, len(names), 16)
-                ]
-        return found

@@ -1,4 +1,4 @@
-"""Judges one chunk file as docs/format.md, "What readers MUST check", says; without an engine.
+"""The judge of one chunk file: docs/format.md, "What readers MUST check", without an engine.
 
 Reads around the page cache (O_DIRECT) where the file system allows it, so that a check neither evicts what
 engines have cached nor takes the cache's word for the disk. Elsewhere pages are given back after they were
@@ -18,33 +18,29 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
-from fskv.errors import (
-    ChunkCorrupt,
-    ChunkError,
-    ChunkMissing,
-    ChunkStale,
-    chunk_error_from_os,
-)
+from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
 from fskv.namespace import ChunkName
+from fskv.transports.chunk_fd import OPEN_READ
 
 from .expect import NOTHING, Expected
 
 PIECE_NBYTES = 4 << 20
 _HUGE = 2 << 20  # O_DIRECT pins each page of a buffer: with small ones it is slower
-# As for engines: a link, a fifo or a device under a chunk's name is neither followed nor waited for.
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _LOOKS = 3  # at a path under which there is another file each time
 _large_header = threading.Lock()
 
 
 class Finding(StrEnum):
+    """The result of a judgement in one word."""
+
     OK = "ok"
     CORRUPT = "corrupt"
     STALE = "stale"
@@ -55,7 +51,10 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found; `header` is there once it passed its own checks, `info` once the file was open."""
+    """A finding and its reason.
+
+    `header` is there once it passed its own checks, `info` once the file was open.
+    """
 
     finding: Finding
     reason: str = ""
@@ -68,117 +67,111 @@ class Verdict:
         return self.finding not in (Finding.OK, Finding.VANISHED)
 
 
-class Stopped(Exception):  # noqa: N818  nothing is wrong
-    """The judgement was given up because `stop()` said so."""
-
-
-def never() -> bool:
-    return False
-
-
 class Reader:
-    """A thread's buffer, and what it reads into it."""
+    """A thread's buffer for reading chunk files."""
 
-    def __init__(self, stop: Callable[[], bool] = never, *, direct: bool = True) -> None:
-        """`stop` is asked between the pieces of a file."""
-        self._stop = stop
+    def __init__(self, *, direct: bool = True) -> None:
         self._direct = direct
         self._memory = mmap.mmap(-1, PIECE_NBYTES + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a kernel that does not know it
                 self._memory.madvise(advice)
         start = -ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) % _HUGE
-        self._view = memoryview(self._memory)[start : start + PIECE_NBYTES]
+        self.view = memoryview(self._memory)[start : start + PIECE_NBYTES]
         self.nbytes_read = 0
 
-    @contextlib.contextmanager
-    def open(self, name: str, dir_fd: int | None) -> Iterator[OpenFile]:
-        """Open a regular file; raises a ChunkError for anything else, and waits for nobody."""
-        direct = self._direct
-        try:
-            fd = self._open(name, dir_fd, os.O_DIRECT if direct else 0)
-        except OSError as error:
-            if not (direct and error.errno in _NO_DIRECT):
-                raise chunk_error_from_os(error, name) from error
-            direct = False
-            try:
-                fd = self._open(name, dir_fd, 0)
-            except OSError as again:
-                raise chunk_error_from_os(again, name) from again
-        try:
-            try:
-                info = os.fstat(fd)
-            except OSError as error:
-                raise chunk_error_from_os(error, name) from error
-            if not stat.S_ISREG(info.st_mode):
-                raise ChunkStale("not a regular file")
-            yield OpenFile(self, fd, info, direct)
-            if not direct:
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-    @staticmethod
-    def _open(name: str, dir_fd: int | None, more_flags: int) -> int:
-        return os.open(name, _FLAGS | more_flags, dir_fd=dir_fd)
-
-    def read(self, file: OpenFile, at: int, nbytes: int) -> memoryview:
-        """Read up to `nbytes` (at most a piece) from the 4096-aligned place `at`; shorter at the file's end.
-
-        The bytes are there until the next read. Raises ChunkError, and Stopped.
-        """
-        if self._stop():
-            raise Stopped
-        done, wanted = 0, chunk_file.align(nbytes)
-        while done < wanted:
-            try:
-                got = os.preadv(file.fd, [self._view[done:wanted]], at + done)
-            except OSError as error:
-                if file.direct and error.errno in _NO_DIRECT:
-                    fcntl.fcntl(file.fd, fcntl.F_SETFL, os.O_NONBLOCK)  # off O_DIRECT
-                    file.direct = False
-                    continue
-                raise chunk_error_from_os(error, "read") from error
-            done += got
-            # An end that is not aligned: another direct read from there would be refused.
-            if got == 0 or (file.direct and got % ALIGNMENT):
-                break
-        done = min(done, nbytes)
-        self.nbytes_read += done
-        return self._view[:done]
+    def open(self, name: str, dir_fd: int | None) -> OpenFile:
+        """Return a file of a directory; `with` opens it, and closes it."""
+        return OpenFile(self, name, dir_fd, self._direct)
 
 
-@dataclass(slots=True)
 class OpenFile:
     """A regular file that is open for reading; `info` is of when it was opened."""
 
-    reader: Reader
-    fd: int
     info: os.stat_result
-    direct: bool
+
+    def __init__(self, reader: Reader, name: str, dir_fd: int | None, direct: bool) -> None:
+        self._reader = reader
+        self._name = name
+        self._dir_fd = dir_fd
+        self._direct = direct
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        """Open it; raises a ChunkError for anything but a regular file, and waits for nobody."""
+        try:
+            try:
+                self._fd = self._open(os.O_DIRECT if self._direct else 0)
+            except OSError as error:
+                if not self._direct or error.errno not in _NO_DIRECT:
+                    raise
+                self._direct = False
+                self._fd = self._open(0)
+            self.info = os.fstat(self._fd)
+        except OSError as error:
+            self._close()
+            raise chunk_error_from_os(error, self._name) from error
+        if not stat.S_ISREG(self.info.st_mode):
+            self._close()
+            raise ChunkStale("not a regular file")
+        return self
+
+    def _open(self, more_flags: int) -> int:
+        return os.open(self._name, OPEN_READ | os.O_NOCTTY | more_flags, dir_fd=self._dir_fd)
+
+    def __exit__(self, *_: object) -> None:
+        if not self._direct:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # NFS may say EIO; what was read was checked
+            if self._fd >= 0:
+                os.close(self._fd)
 
     @property
     def nbytes(self) -> int:
         return self.info.st_size
 
     def read(self, at: int, nbytes: int) -> memoryview:
-        return self.reader.read(self, at, nbytes)
+        """Read up to `nbytes` (at most a piece) from the 4096-aligned place `at`; shorter at the file's end.
 
-    def is_at(self, name: str, dir_fd: int | None) -> bool:
-        """Whether that path still names this very file. It is open: its inode cannot be another's."""
+        The bytes are there until the reader's next read. Raises ChunkError.
+        """
+        view, done, wanted = self._reader.view, 0, chunk_file.align(nbytes)
+        while done < wanted:
+            try:
+                got = os.preadv(self._fd, [view[done:wanted]], at + done)
+            except OSError as error:
+                if self._direct and error.errno in _NO_DIRECT:
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_NONBLOCK)  # off O_DIRECT
+                    self._direct = False
+                    continue
+                raise chunk_error_from_os(error, "read") from error
+            done += got
+            # An end that is not aligned: another direct read from there would be refused.
+            if got == 0 or (self._direct and got % ALIGNMENT):
+                break
+        done = min(done, nbytes)
+        self._reader.nbytes_read += done
+        return view[:done]
+
+    def start(self, nbytes: int) -> bytes:
+        """Return the first bytes of the file, at most the longest header that there may be."""
+        start = bytearray()
+        nbytes = min(nbytes, chunk_file.MAX_HEADER_NBYTES, self.nbytes)
+        while piece := self.read(len(start), min(PIECE_NBYTES, nbytes - len(start))):
+            start += piece
+        return bytes(start)
+
+    def is_there(self) -> bool:
+        """Whether its name is still that of this very file. It is open: its inode cannot be another's."""
         try:
-            now = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            now = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
         except OSError:
             return False
         return (now.st_dev, now.st_ino) == (self.info.st_dev, self.info.st_ino)
-
-    def changed_length(self) -> bool:
-        try:
-            return os.fstat(self.fd).st_size != self.nbytes
-        except OSError:
-            return False
 
 
 # --- the judgement ----------------------------------------------------------------------
@@ -192,42 +185,31 @@ def judge(
     chunk: ChunkName | None = None,
     expected: Expected = NOTHING,
     rows: bool = True,
-    if_bad: Callable[[OpenFile, Verdict], Verdict] = lambda _, verdict: verdict,
 ) -> Verdict:
-    """Read and judge the file `name` of a directory; `rows`: its payload too. Raises Stopped only.
+    """Read and judge the file `name` of a directory; `rows`: its payload too. Raises nothing.
 
     A bad file is read twice: that which changes under the eyes is `changing`. One that another file has
     replaced meanwhile is judged anew, and one that is gone has `vanished`: engines discard and prune.
-    `if_bad` is called with a bad one that is still open and still there.
     """
     before = reader.nbytes_read
-    verdict = Verdict(
-        Finding.UNREADABLE, "each look at it found another file, or none of its server"
-    )
+    verdict = None
     for _ in range(_LOOKS):
-        looked = _look(reader, name, dir_fd, chunk, expected, rows, if_bad)
-        if looked is not None:
-            verdict = looked
-            break
+        verdict = verdict or _look(reader.open(name, dir_fd), chunk, expected, rows)
+    reason = "each look at it found another file, or none of its server"
+    verdict = verdict or Verdict(Finding.UNREADABLE, reason)
     return replace(verdict, nbytes_read=reader.nbytes_read - before)
 
 
 def _look(
-    reader: Reader,
-    name: str,
-    dir_fd: int | None,
-    chunk: ChunkName | None,
-    expected: Expected,
-    rows: bool,
-    if_bad: Callable[[OpenFile, Verdict], Verdict],
+    path: OpenFile, chunk: ChunkName | None, expected: Expected, rows: bool
 ) -> Verdict | None:
     """Judge what is there now; None where it was replaced, or a server dropped it, meanwhile."""
     try:
-        with reader.open(name, dir_fd) as file:
+        with path as file:
             first = judge_open(file, chunk, expected, rows)
             if not first.bad:
                 return first
-            if not file.is_at(name, dir_fd):
+            if not file.is_there():
                 return None
             if first.finding is Finding.UNREADABLE:
                 return first
@@ -235,16 +217,13 @@ def _look(
             if (again.finding, again.reason) != (first.finding, first.reason):
                 reason = f"changes while it is read: {first.reason}, then {again.reason or 'good'}"
                 return Verdict(Finding.CHANGING, reason, None, file.info)
-            if not file.is_at(name, dir_fd):
-                return None
-            return if_bad(file, first)
+            return first if file.is_there() else None
     except ChunkError as error:
-        if _is_estale(error):
-            return None
-        return Verdict(*finding_of(error))
+        return None if _errno(error) == errno.ESTALE else Verdict(*finding_of(error))
 
 
 def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows: bool) -> Verdict:
+    """Judge a file that is open. Raises ChunkError where a server has dropped it."""
     header = None
     try:
         header, in_piece = read_header(file, chunk, expected, whole=rows)
@@ -252,31 +231,25 @@ def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows
         if rows:
             for first_row, payload in payload_pieces(file, header, in_piece):
                 chunk_file.check_rows(payload, first_row, header.row_digests)
-        if file.changed_length():
-            return Verdict(
-                Finding.CHANGING, "its length changed while it was read", None, file.info
-            )
         return Verdict(Finding.OK, "", header, file.info)
     except ChunkError as error:
-        if _is_estale(error):
+        if _errno(error) == errno.ESTALE:
             raise
         return Verdict(*finding_of(error), header, file.info)
 
 
-def _is_estale(error: ChunkError) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.ESTALE
+def _errno(error: ChunkError) -> int | None:
+    return error.__cause__.errno if isinstance(error.__cause__, OSError) else None
 
 
 def finding_of(error: ChunkError) -> tuple[Finding, str]:
+    """Return what an error of a chunk file says of the file."""
     if isinstance(error, ChunkMissing):
         return Finding.VANISHED, str(error)
     if isinstance(error, ChunkCorrupt):
         return Finding.CORRUPT, str(error)
     if isinstance(error, ChunkStale):
-        cause = error.__cause__
-        link = isinstance(cause, OSError) and cause.errno == errno.ELOOP
-        return Finding.STALE, "a symbolic link" if link else str(error)
+        return Finding.STALE, "a symbolic link" if _errno(error) == errno.ELOOP else str(error)
     cause = error.__cause__
     said = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
     return Finding.UNREADABLE, said
@@ -301,18 +274,9 @@ def read_header(
         raise ChunkStale(f"a header of {header_nbytes} bytes, expected {layout.header_nbytes}")
     if header_nbytes <= len(data):
         header, rest = chunk_file.parse_header(data), data[header_nbytes:]
-    elif header_nbytes <= PIECE_NBYTES:
-        whole_header = file.read(0, header_nbytes)
-        header, rest = chunk_file.parse_header(whole_header), data[:0]
     else:
         with _large_header:
-            joined = bytearray()
-            while len(joined) < header_nbytes:
-                piece = file.read(len(joined), min(PIECE_NBYTES, header_nbytes - len(joined)))
-                if not piece:
-                    break
-                joined += piece
-            header, rest = chunk_file.parse_header(memoryview(joined)), data[:0]
+            header, rest = chunk_file.parse_header(file.start(header_nbytes)), data[:0]
     if file.nbytes != header.header_nbytes + header.payload_nbytes:
         raise ChunkCorrupt(
             f"{file.nbytes} bytes, header says {header.header_nbytes + header.payload_nbytes}"

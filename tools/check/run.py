@@ -1,74 +1,39 @@
-"""Judges the chunk files of namespaces on many threads, in the order of a walk.
+"""One pass over the chunk files of namespaces: judged on many threads, told in the order of a walk.
 
-The thread that iterates over `Run.events` walks the directories and hands out batches of names; the others
-judge them. What they share is in `Run`, under its lock, or a queue: `_batches` from the walk to the threads,
-`_found` back. Threads are daemons and are not waited for beyond a moment: one that hangs in a dead mount
-keeps nobody from leaving.
-
-Held in memory: the batches under way, and 16 bytes for a file whose layout no manifest tells.
+The thread that iterates over `Run.events` lists the directories and hands out batches of names; the others
+judge them. In memory are the batches that are under way, and nothing of a file that was judged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from fskv.index.scan import NUM_SHARDS, OPEN_SHARD, Records, Shard, file_name, shard_path
-from fskv.namespace import ChunkName, chunk_file, parse_chunk_file
+from fskv.errors import chunk_error_from_os
+from fskv.index.scan import file_name, shard_path
+from fskv.namespace import parse_chunk_file
+from fskv.root.beneath import opened
+from fskv.root.remove import Fate, Outcome, Place
 
 from ..root_view import FileOf, Namespace, Unlistable
-from .choose import EVERYTHING, NUM_BUCKETS, Subset
-from .expect import Census, Expected, expected_of
-from .judge import Finding, Reader, Stopped, Verdict, judge
+from .expect import expected_of
+from .judge import Finding, Reader, Verdict, finding_of, judge
 
 _BATCH_FILES = 32
 _BATCH_NBYTES = 64 << 20
-_TICK_S = 0.1
+_AHEAD = 4  # batches for each thread
 # A thread that comes back from a read waits for the interpreter, behind whoever computes: at most this long.
 # With Python's 5 ms the same reads ran at 0.77 of a plain read's rate, with this at 0.87 (2 busy cores).
 _SWITCH_S = 0.0005
-_LEAVE_S = 5.0  # what is being read may be finished; a disk that hangs is not waited for
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be judged, and how."""
-
-    spaces: Sequence[Namespace]
-    rows: bool = False  # read the payload of the files in `subset`
-    subset: Subset = EVERYTHING
-    threads: int = 8
-    deadline: float | None = None  # on time.monotonic
-    start: tuple[int, int] = (0, 0)  # (position in spaces, shard) to begin with
-    direct: bool = True
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was done so far."""
-
-    files: int = 0  # judged, those that vanished included
-    data_files: int = 0  # of them those whose rows were read
-    nbytes_read: int = 0
-    done_nbytes: int = 0  # of the files judged, as the walk saw them: for progress
-    findings: Counter[Finding] = field(default_factory=Counter)
-    foreign: int = 0
-    parts: int = 0
-    unlistable: int = 0
-
-    def add(self, other: Tally) -> None:
-        self.files += other.files
-        self.data_files += other.data_files
-        self.nbytes_read += other.nbytes_read
-        self.done_nbytes += other.done_nbytes
-        self.findings.update(other.findings)
+_UNREAD = (Finding.VANISHED, Finding.UNREADABLE)
+REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,294 +42,168 @@ class Bad(FileOf):
 
     finding: Finding
     reason: str
-    nbytes: int | None  # length
-    alone: bool = True  # judged by itself; not because others of its group are different
+    info: os.stat_result | None  # of the file that was judged; None: it could not be opened
+
+    @property
+    def nbytes(self) -> int | None:
+        """Its length."""
+        return self.info.st_size if self.info else None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it may be removed: corrupt or stale, and no other file's or manifest's fault."""
+        is_stale = self.finding is Finding.STALE and self.namespace.identity is not None
+        return self.info is not None and (self.finding is Finding.CORRUPT or is_stale)
+
+    def remove(self) -> Outcome:
+        """Remove the very file that was judged. Raises OSError where the root is away.
+
+        A file that was written, touched or replaced since has another time of change, and stays.
+        """
+        judged = self.info
+
+        def is_same(_: str, now: os.stat_result) -> str:
+            return REMOVED if judged and _version(now) == _version(judged) else Fate.STAYS
+
+        with Place(self.namespace.root, self.directory) as place:
+            return place.remove(self.name, is_same)
+
+
+def _version(info: os.stat_result) -> tuple[int, ...]:
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counts of a run so far."""
+
+    files: int = 0  # judged, those that vanished included
+    data_files: int = 0  # of them those whose rows were read
+    nbytes_read: int = 0
+    findings: Counter[Finding] = field(default_factory=Counter)
+    foreign: int = 0
+    unlistable: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add what was judged."""
+        self.files += other.files
+        self.data_files += other.data_files
+        self.nbytes_read += other.nbytes_read
+        self.findings.update(other.findings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    number: int
+    """Chunk files of one directory, to be judged by one thread."""
+
     space_idx: int
     shard: int
-    records: Records
+    names: list[str]
+
+
+_Judged = tuple[Tally, list[Bad]]
 
 
 class Run:
-    """One pass; `tally` and `resume` may be looked at between events and afterwards."""
+    """One pass; `tally` may be looked at between events and afterwards."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(
+        self,
+        spaces: Sequence[Namespace],
+        *,
+        rows: bool = False,
+        part: tuple[int, int] = (1, 1),
+        threads: int = 8,
+    ) -> None:
+        """With `rows` the payload is read, of one of so many parts of the files."""
+        self._spaces = spaces
+        self._rows = rows
+        self._part = part
+        self._threads = threads
+        self._own = threading.local()
+        self._stop = False
         self.tally = Tally()
-        self.expected = [expected_of(one.identity, one.digest16) for one in job.spaces]
-        self._census = [Census() for _ in job.spaces]
-        self._lock = threading.Lock()  # orders tally, census and under_way
-        self._batches: queue.Queue[_Batch | None] = queue.Queue(2 * job.threads)
-        self._found: queue.SimpleQueue[Bad | BaseException | None] = queue.SimpleQueue()
-        self._under_way: dict[int, tuple[int, int]] = {}
-        self._next = job.start  # where the walk is
-        self._stop = threading.Event()
-        self._walked = False
-        self._num_ended = 0  # threads; of who iterates
-        self.started = time.monotonic()
         self.seconds = 0.0
 
-    # --- the walk: whoever iterates -------------------------------------------------------
-
-    def events(self) -> Generator[Bad | Unlistable | None]:
-        """Yield what is found, and None several times a second. Close it to stop."""
-        self.started = time.monotonic()
-        switch_s = sys.getswitchinterval()
+    def events(self) -> Generator[Bad | Unlistable | tuple[int, int]]:
+        """Yield what is found, and how far it is (namespace, directory). Close it to stop."""
+        started, switch_s = time.monotonic(), sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        threads = [
-            threading.Thread(target=self._work, name=f"fskv-verify-{i}", daemon=True)
-            for i in range(self.job.threads)
-        ]
-        for thread in threads:
-            thread.start()
+        pool = ThreadPoolExecutor(self._threads, "fskv-verify")
+        under_way: deque[tuple[_Batch, Future[_Judged]]] = deque()
         try:
-            for item in self._walk():
-                if isinstance(item, Unlistable):
-                    yield item
+            for batch in self._walk():
+                if isinstance(batch, Unlistable):
+                    self.tally.unlistable += 1
+                    yield batch
                     continue
-                while not self._hand_out(item):
-                    yield from self._drain()
-                yield from self._drain()
-                if self._out_of_time():
-                    break
-            else:
-                self._walked = True
-            for _ in threads:
-                while not self._hand_out(None):
-                    yield from self._drain()
-            while self._num_ended < len(threads) and not self._is_overdue():
-                yield from self._drain(_TICK_S)
-            yield from self._drain()
-            if self.complete:
-                yield from self._odd()
+                under_way.append((batch, pool.submit(self._judge, batch)))
+                if len(under_way) > _AHEAD * self._threads:
+                    yield from self._told(*under_way.popleft())
+            while under_way:
+                yield from self._told(*under_way.popleft())
         finally:
-            self._stop.set()
-            self.seconds = time.monotonic() - self.started
-            end = time.monotonic() + _LEAVE_S
-            for thread in threads:
-                with contextlib.suppress(queue.Full):
-                    self._batches.put_nowait(None)
-                thread.join(max(0.0, end - time.monotonic()))
+            self._stop = True
+            pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for a disk that hangs
             sys.setswitchinterval(switch_s)
-
-    @property
-    def complete(self) -> bool:
-        return self._walked and not self._under_way
-
-    @property
-    def resume(self) -> tuple[Namespace, int] | None:
-        """Return the first directory that is not done; None when all are."""
-        with self._lock:
-            first = min(
-                [*self._under_way.values(), *([] if self._walked else [self._next])], default=None
-            )
-        if first is None:
-            return None
-        return self.job.spaces[first[0]], first[1]
-
-    def _out_of_time(self) -> bool:
-        if self.job.deadline is not None and time.monotonic() >= self.job.deadline:
-            self._stop.set()
-        return self._stop.is_set()
-
-    def _is_overdue(self) -> bool:
-        self._out_of_time()
-        deadline = self.job.deadline
-        return deadline is not None and time.monotonic() > deadline + _LEAVE_S
-
-    def _hand_out(self, batch: _Batch | None) -> bool:
-        """Queue a batch; False to be asked again. After a stop batches are dropped: nobody takes them."""
-        try:
-            self._batches.put(batch, timeout=_TICK_S)
-        except queue.Full:
-            return self._out_of_time()
-        return True
-
-    def _drain(self, wait_s: float = 0.0) -> Iterator[Bad | None]:
-        yield None
-        try:
-            found = self._found.get(timeout=wait_s) if wait_s else self._found.get_nowait()
-            while True:
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
-                    self._num_ended += 1
-                else:
-                    yield found
-                found = self._found.get_nowait()
-        except queue.Empty:
-            return
+            self.seconds = time.monotonic() - started
 
     def _walk(self) -> Iterator[_Batch | Unlistable]:
-        number = 0
-        for space_idx, shard in walk(self.job.spaces, self.job.start):
-            if isinstance(shard, Unlistable):
-                self.tally.unlistable += 1
-                yield shard
-                continue
-            with self._lock:
-                self._next = space_idx, shard.idx
-                self.tally.foreign += shard.num_foreign
-                self.tally.parts += len(shard.parts)
-            for records in _pieces(shard.records):
-                number += 1
-                with self._lock:
-                    self._under_way[number] = space_idx, shard.idx
-                yield _Batch(number, space_idx, shard.idx, records)
-            with self._lock:
-                self._next = space_idx, shard.idx + 1
-
-    def _odd(self) -> Iterator[Bad]:
-        for space, census in zip(self.job.spaces, self._census, strict=True):
-            for (group_idx, rank), number in census.uncounted.items():
-                what = f"{space.path}: group {group_idx}" + (
-                    f" rank {rank}" if rank is not None else ""
-                )
-                raise OSError(
-                    f"{what}: {number} files of too many different layouts to compare them"
-                )
-            for chunk, why in census.odd():
-                name = chunk_file(*chunk)
-                self.tally.findings[Finding.STALE] += 1
-                self.tally.findings[Finding.OK] -= 1
-                yield Bad(space, name, Finding.STALE, why, None, alone=False)
-
-    # --- the judges: each on a thread of its own --------------------------------------------
-
-    def _work(self) -> None:
-        try:
-            reader = Reader(self._stop.is_set, direct=self.job.direct)
-            while (batch := self._batches.get()) is not None:
-                if self._stop.is_set():
+        for space_idx, space in enumerate(self._spaces):
+            for shard in space.walk():
+                if isinstance(shard, Unlistable):
+                    yield shard
                     continue
-                if self._judge_batch(reader, batch):
-                    with self._lock:
-                        del self._under_way[batch.number]
-        except BaseException as error:  # a bug of ours must end the command, not a thread
-            self._found.put(error)
-            self._stop.set()
-        finally:
-            self._found.put(None)  # this thread ends
+                self.tally.foreign += shard.num_foreign
+                names, nbytes = [], 0
+                for record in shard.records:
+                    names.append(file_name(record))
+                    nbytes += int(record["nbytes"])
+                    if len(names) == _BATCH_FILES or nbytes >= _BATCH_NBYTES:
+                        yield _Batch(space_idx, shard.idx, names)
+                        names, nbytes = [], 0
+                if names:
+                    yield _Batch(space_idx, shard.idx, names)
 
-    def _judge_batch(self, reader: Reader, batch: _Batch) -> bool:
-        """Judge the files of a batch; False when it was stopped before its end."""
-        space = self.job.spaces[batch.space_idx]
-        expected = self.expected[batch.space_idx]
+    def _told(
+        self, batch: _Batch, judged: Future[_Judged]
+    ) -> Iterator[Bad | Unlistable | tuple[int, int]]:
+        tally, bad = judged.result()
+        self.tally.add(tally)
+        yield from bad
+        yield batch.space_idx, batch.shard
+
+    # --- on a thread of the pool -------------------------------------------------------------
+
+    def _judge(self, batch: _Batch) -> _Judged:
+        space = self._spaces[batch.space_idx]
+        expected = expected_of(space.identity, space.digest16)
+        directory = shard_path(space.path, batch.shard)
+        if not hasattr(self._own, "reader"):
+            self._own.reader = Reader()
+        reader, tally, bad = self._own.reader, Tally(), []
         with contextlib.ExitStack() as closing:
+            dir_fd, failure = -1, None
             try:
-                dir_fd = os.open(shard_path(space.path, batch.shard), OPEN_SHARD)
-                closing.callback(os.close, dir_fd)
-            except OSError:
-                dir_fd = None  # gone, or another thing now: each file says so itself
-            for record in batch.records:
-                if self._stop.is_set():
-                    return False
-                try:
-                    self._judge_file(reader, space, expected, batch, record, dir_fd)
-                except Stopped:
-                    return False
-        return True
+                dir_fd = closing.enter_context(opened(space.root, directory))
+            except OSError as error:  # it is gone, or another thing now
+                failure = Verdict(*finding_of(chunk_error_from_os(error, directory)))
+            for name in batch.names:
+                if self._stop:
+                    break
+                rows, chunk = self._rows and self._is_in_part(name), parse_chunk_file(name)
+                found = failure or judge(
+                    reader, name, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=rows
+                )
+                tally.files += 1
+                tally.nbytes_read += found.nbytes_read
+                tally.findings[found.finding] += 1
+                tally.data_files += rows and found.finding not in _UNREAD
+                if found.bad:
+                    bad.append(Bad(space, name, found.finding, found.reason, found.info))
+        return tally, bad
 
-    def _judge_file(
-        self,
-        reader: Reader,
-        space: Namespace,
-        expected: Expected,
-        batch: _Batch,
-        record: object,
-        dir_fd: int | None,
-    ) -> None:
-        name = file_name(record)
-        rows = self.job.rows and self.job.subset.holds(space.digest16, name)
-        chunk = parse_chunk_file(name)
-        path = name if dir_fd is not None else f"{shard_path(space.path, batch.shard)}/{name}"
-        verdict = judge(reader, path, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=rows)
-        self._count(batch.space_idx, record, chunk, verdict, rows)
-        if verdict.bad:
-            nbytes = None if verdict.info is None else verdict.info.st_size
-            self._found.put(Bad(space, name, verdict.finding, verdict.reason, nbytes))
-
-    def _count(
-        self,
-        space_idx: int,
-        record: object,
-        chunk: ChunkName | None,
-        verdict: Verdict,
-        rows: bool,
-    ) -> None:
-        nbytes = int(record["nbytes"])  # type: ignore[index]
-        with self._lock:
-            tally = self.tally
-            tally.files += 1
-            unread = verdict.finding in (Finding.VANISHED, Finding.UNREADABLE)
-            tally.data_files += rows and not unread
-            tally.nbytes_read += verdict.nbytes_read
-            tally.done_nbytes += nbytes if rows or not self.job.rows else 0
-            tally.findings[verdict.finding] += 1
-            header = verdict.header
-            if verdict.finding is not Finding.OK or header is None or chunk is None:
-                return
-            if self.expected[space_idx].layout(chunk) is None:
-                self._census[space_idx].add(chunk, header)
-
-
-# --- the walk ---------------------------------------------------------------------------
-
-
-def walk(
-    spaces: Sequence[Namespace], start: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[int, Shard | Unlistable]]:
-    """List the directories of namespaces in order, from a place on."""
-    for space_idx, space in enumerate(spaces):
-        if space_idx < start[0]:
-            continue
-        first = start[1] if space_idx == start[0] else 0
-        for shard in space.walk(first) if first < NUM_SHARDS else ():
-            yield space_idx, shard
-
-
-def _pieces(records: Records) -> Iterator[Records]:
-    """Cut a directory's files into batches, so that a large one does not keep one thread busy alone."""
-    first = nbytes = 0
-    for at in range(len(records)):
-        nbytes += int(records["nbytes"][at])
-        if at + 1 - first == _BATCH_FILES or nbytes >= _BATCH_NBYTES:
-            yield records[first : at + 1]
-            first, nbytes = at + 1, 0
-    if first < len(records):
-        yield records[first:]
-
-
-@dataclass(slots=True)
-class Survey:
-    """What a walk says of the work before it is done: files, and the bytes that will be read."""
-
-    files: int = 0
-    nbytes: int = 0
-    by_bucket: list[int] = field(default_factory=list)
-
-
-def survey(job: Job, tick: Callable[[Survey], object] = lambda _: None) -> Survey:
-    """Count what a job will have to do; for a share by size, by how the files are drawn."""
-    found = Survey(by_bucket=[0] * NUM_BUCKETS if job.subset.nbytes is not None else [])
-    whole = job.subset == EVERYTHING
-    for space_idx, shard in walk(job.spaces, job.start):
-        if isinstance(shard, Unlistable):
-            continue
-        digest16 = job.spaces[space_idx].digest16
-        found.files += len(shard.records)
-        if whole:
-            found.nbytes += int(shard.records["nbytes"].sum())
-        else:
-            for record in shard.records:
-                name, nbytes = file_name(record), int(record["nbytes"])
-                if found.by_bucket:
-                    found.by_bucket[job.subset.bucket(digest16, name)] += nbytes
-                elif job.subset.holds(digest16, name):
-                    found.nbytes += nbytes
-        tick(found)
-    return found
+    def _is_in_part(self, name: str) -> bool:
+        """Whether the rows of a file are to be read: those of all ranks of a chunk, or of none."""
+        part, parts = self._part
+        return int(name[16:32], 16) % parts == part - 1

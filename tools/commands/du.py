@@ -119,7 +119,7 @@ def command(
     """Show what takes how much room, by namespace, architecture, tenant and kind of KV group.
 
     Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
-    free. Every file is looked at, so that last uses are those of now. `fskv gc` lists foreign entries and
+    free. Every file is looked at, so that last uses are those of now. `fskv prune` lists foreign entries and
     removes garbage.
 
     Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from fskv import namespace
 from fskv.errors import ChunkError
-from fskv.format import chunk_file
-from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
+from fskv.format.chunk_file import ChunkHeader
 
 from ..check import anatomy
 from ..check.anatomy import Body, Place, Row, Span
@@ -36,7 +35,6 @@ LINES = {
         "namespace": "directory of its namespace, or null",
         "problem": "what is wrong with that namespace's manifest, or null",
         "header": "object, or null where the header fails its checks; see docs/format.md",
-        "prefix": "the first 32 bytes in hex",
         "agrees": "object: whether name, group, rank, namespace and layout of the header are those of "
         "the path and the manifest; null where nobody can know",
         "rows": "number of rows",
@@ -61,10 +59,10 @@ LINES = {
         "stored": "false before `first_block`: zeros that are no KV",
         "layer": "name, or null where the manifest has none",
     },
-    "hex": {"row": "number, or `header`", "offset": "in the file", "bytes": "hex"},
     "summary": {"files": "files looked at", "bad": "files that are not ok"},
 }
 _SHOWN = 24  # rows and spans that a person is shown without --all
+_AGREES = {True: "  agrees", False: "  DOES NOT AGREE", None: ""}
 _MAX_SPAN_LINES = 100_000  # in JSON without --all: a header can claim 2^31 blocks
 
 
@@ -78,9 +76,6 @@ def command(
         ),
     ],
     root: Annotated[str | None, root_option("The cache root; not needed for a path.")] = None,
-    hex_row: Annotated[
-        str | None, typer.Option("--hex", metavar="ROW", help="Dump a row, or `header`.")
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every row and span.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -93,16 +88,31 @@ def command(
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     paths = _paths(what, root)
-    reader = anatomy.new_reader()
-    findings = []
+    reader, bad = Reader(), []
+
+    def tell(where: Place, body: Body) -> None:
+        if quiet:
+            print(show(where.id))
+        elif as_json:
+            _emit(where, body, everything)
+        else:
+            _print(where, body, everything)
+
     for number, path in enumerate(paths):
         if number and not (quiet or as_json):
             print()
         where = anatomy.place(path)
-        findings.append(_inspect(reader, where, hex_row, everything, quiet, as_json))
-    bad = [finding for finding in findings if finding is not Finding.OK]
+        try:
+            with reader.open(where.path, None) as file:
+                body = anatomy.examine(file, where)
+                tell(where, body)
+        except ChunkError as error:
+            body = Body(None, Verdict(*finding_of(error)), None)
+            tell(where, body)
+        if body.verdict.finding is not Finding.OK:
+            bad.append(body.verdict.finding)
     if as_json:
-        emit("summary", files=len(findings), bad=len(bad))
+        emit("summary", files=len(paths), bad=len(bad))
     problems = set(bad) & {Finding.CORRUPT, Finding.STALE, Finding.CHANGING}
     raise typer.Exit(outcome(problems=problems, partial=bad))
 
@@ -117,40 +127,6 @@ def _paths(what: str, root: str | None) -> list[str]:
         hint = "" if is_path else " here; a chunk's name or key needs --root"
         raise UsageError(f"{show(what)}: no such file{hint}")
     return [file.path for file in RootView.open(root).chunk(what)]
-
-
-def _inspect(
-    reader: Reader,
-    where: Place,
-    hex_row: str | None,
-    everything: bool,
-    quiet: bool,
-    as_json: bool,
-) -> Finding:
-    try:
-        with reader.open(where.path, None) as file:
-            body = anatomy.examine(file, where)
-            if quiet:
-                print(show(where.id))
-            elif as_json:
-                _emit(where, body, everything)
-            else:
-                _print(where, body, everything)
-            if hex_row is not None:
-                _dump(body, hex_row, as_json=as_json)
-            return body.verdict.finding
-    except ChunkError as error:
-        finding, reason = finding_of(error)
-        if finding is Finding.VANISHED:
-            raise UsageError(f"{show(where.path)}: no such file") from None
-        verdict = Verdict(finding, reason)
-    if quiet:
-        print(show(where.id))
-    elif as_json:
-        emit("file", **_facts(where, verdict, None, None))
-    else:
-        _print_heading(where, verdict)
-    return verdict.finding
 
 
 # --- what agrees with what --------------------------------------------------------------
@@ -174,11 +150,8 @@ def _agrees(where: Place, header: ChunkHeader) -> dict[str, bool | None]:
     }
 
 
-def _facts(
-    where: Place, verdict: Verdict, body: Body | None, bad_rows: int | None
-) -> dict[str, Any]:
-    info = verdict.info or (body.file.info if body else None)
-    header = body.header if body else None
+def _facts(where: Place, body: Body, bad_rows: int | None) -> dict[str, Any]:
+    verdict, info, header, space = body.verdict, body.info, body.header, where.namespace
     return {
         "id": where.id,
         "path": where.path,
@@ -187,10 +160,9 @@ def _facts(
         "nbytes": info.st_size if info else None,
         "nbytes_on_disk": info.st_blocks * 512 if info else None,
         "last_used": rfc3339(info.st_mtime_ns) if info else None,
-        "namespace": where.namespace,
-        "problem": where.problem,
+        "namespace": space.path if space else None,
+        "problem": space.problem if space else None,
         "header": _header_facts(header, where) if header else None,
-        "prefix": body.prefix.hex() if body else None,
         "agrees": _agrees(where, header) if header else None,
         "rows": header.num_rows if header else None,
         "bad_rows": bad_rows,
@@ -199,10 +171,12 @@ def _facts(
 
 
 def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
+    group = where.group(header.group_idx)
     return {
         "key": header.key_hash.hex(),
+        "name": namespace.chunk_name(header.key_hash),
         "group": header.group_idx,
-        "kind": where.kind(header.group_idx),
+        "kind": group.kind if group else None,
         "rank": header.rank,
         "namespace": header.namespace_digest.hex(),
         "layout": header.layout_digest.hex(),
@@ -211,12 +185,10 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
         "page_nbytes": list(header.page_nbytes),
         "header_nbytes": header.header_nbytes,
         "payload_nbytes": header.payload_nbytes,
-        "padding_nbytes": anatomy.padding(header),
+        "padding_nbytes": header.payload_nbytes - layout_of(header).content_nbytes,
         "checksum": header.checksum,
-        "row_nbytes": ROW_NBYTES,
         "creator": header.creator,
         "written_at": rfc3339(header.written_at_ms * 1_000_000),
-        "written_at_ms": header.written_at_ms,
     }
 
 
@@ -224,117 +196,47 @@ def _header_facts(header: ChunkHeader, where: Place) -> dict[str, Any]:
 
 
 def _emit(where: Place, body: Body, everything: bool) -> None:
-    header = body.header
-    # Counted before they are printed: the line about the file comes first.
-    bad = sum(row.status != "ok" for row in anatomy.rows(body.file, header)) if header else None
-    emit("file", **_facts(where, body.verdict, body, bad))
-    if header is None:
+    file, header = body.file, body.header
+    if file is None or header is None:
+        emit("file", **_facts(where, body, None))
         return
-    for row in anatomy.rows(body.file, header):
-        emit(
-            "row",
-            row=row.row,
-            offset=row.offset,
-            nbytes=row.nbytes,
-            status=row.status,
-            expected=row.expected,
-            found=row.found,
-        )
+    # Counted before they are printed: the line about the file comes first.
+    num_bad = sum(row.status != "ok" for row in anatomy.rows(file, header))
+    emit("file", **_facts(where, body, num_bad))
+    for row in anatomy.rows(file, header):
+        emit("row", **asdict(row))
     made = anatomy.spans(header, where.layers(header.group_idx))
     for span in made if everything else itertools.islice(made, _MAX_SPAN_LINES):
-        emit(
-            "span",
-            block=span.block,
-            page=span.page,
-            offset=span.offset,
-            nbytes=span.nbytes,
-            first_row=span.first_row,
-            last_row=span.last_row,
-            stored=span.stored,
-            layer=span.layer,
-        )
-
-
-def _dump(body: Body, what: str, *, as_json: bool) -> None:
-    header = body.header
-    name: int | str = what
-    if what == "header":
-        start, data = 0, anatomy.read_start(body.file, header.header_nbytes if header else 4096)
-    elif not (what.isascii() and what.isdecimal() and len(what) < 10):
-        raise UsageError(f"--hex: found {show(what)}, expected the number of a row, or header")
-    elif header is None:
-        raise UsageError("--hex: the header is damaged, so nobody knows the rows; `header` works")
-    elif int(what) >= header.num_rows:
-        raise UsageError(f"--hex: found {what}, expected a row from 0 to {header.num_rows - 1}")
-    else:
-        name = int(what)
-        start = header.header_nbytes + name * ROW_NBYTES
-        data = anatomy.row_bytes(body.file, header, name)
-    if as_json:
-        emit("hex", row=name, offset=start, bytes=data.hex())
-        return
-    print()
-    for line in anatomy.hex_lines(data, start):
-        print(line)
+        emit("span", **asdict(span))
 
 
 # --- for people -------------------------------------------------------------------------
 
 
 def _line(name: str, text: object) -> None:
-    print(f"{name:12} {show(str(text))}")
-
-
-def _print_heading(where: Place, verdict: Verdict) -> None:
-    _line("file", where.path)
-    shouted = "ok" if verdict.finding is Finding.OK else verdict.finding.value.upper()
-    _line("verdict", f"{shouted}: {verdict.reason}" if verdict.reason else shouted)
-    if where.problem is not None:
-        say(f"{where.namespace}: {where.problem}")
+    print(f"{name:14} {show(str(text))}")
 
 
 def _print(where: Place, body: Body, everything: bool) -> None:
-    _print_heading(where, body.verdict)
-    info, header = body.file.info, body.header
-    _line("length", f"{info.st_size} bytes, {iec(info.st_blocks * 512)} on disk")
-    _line("last used", f"{rfc3339(info.st_mtime_ns)}, {last_use(info.st_mtime_ns)}")
-    if header is None:
-        _print_prefix(body.prefix)
+    verdict, info, header = body.verdict, body.info, body.header
+    _line("file", where.path)
+    shouted = "ok" if verdict.finding is Finding.OK else verdict.finding.value.upper()
+    _line("verdict", f"{shouted}: {verdict.reason}" if verdict.reason else shouted)
+    if where.namespace and where.namespace.problem:
+        say(f"{where.namespace.path}: {where.namespace.problem}")
+    if info is not None:
+        _line("length", f"{info.st_size} bytes, {iec(info.st_blocks * 512)} on disk")
+        _line("last used", f"{rfc3339(info.st_mtime_ns)}, {last_use(info.st_mtime_ns)}")
+    if body.file is None or header is None:
         return
-    agrees = {name: _word(value) for name, value in _agrees(where, header).items()}
-    kind = where.kind(header.group_idx)
-    _line("key", header.key_hash.hex() + agrees["name"])
-    _line("name", namespace.chunk_name(header.key_hash))
-    _line("group", f"{header.group_idx}{f' ({kind})' if kind else ''}{agrees['group']}")
-    _line("rank", f"{header.rank}{agrees['rank']}")
-    _line("namespace", header.namespace_digest.hex() + agrees["namespace"])
-    _line("layout", header.layout_digest.hex() + agrees["layout"])
-    whole = layout_of(header)
-    _line("blocks", f"{header.num_blocks} of {whole.block_nbytes} bytes")
-    if header.first_block:
-        _line("partial", f"blocks before {header.first_block} are not in it; zeros stand for them")
-    _line("header", f"{header.header_nbytes} bytes")
-    padding = anatomy.padding(header)
-    _line("payload", f"{header.payload_nbytes} bytes, the last {padding} of them padding")
-    _line("creator", header.creator)
-    _line("written", rfc3339(header.written_at_ms * 1_000_000) or f"{header.written_at_ms} ms")
+    agrees = _agrees(where, header)
+    for name, fact in _header_facts(header, where).items():
+        if name != "page_nbytes":  # they are in the table of spans
+            _line(name.replace("_", " "), f"{fact}{_AGREES[agrees.get(name)]}")
     print()
     _print_spans(where, header, everything)
     print()
     _print_rows(anatomy.rows(body.file, header), everything)
-
-
-def _word(agrees: bool | None) -> str:
-    return {True: "  agrees", False: "  DOES NOT AGREE", None: ""}[agrees]
-
-
-def _print_prefix(prefix: bytes) -> None:
-    if len(prefix) < 32:
-        return
-    magic, version, header_nbytes, meta_nbytes, zero, checksum = struct.unpack("<8sIIIIQ", prefix)
-    _line("magic", magic.hex(" ") + ("" if magic == chunk_file.MAGIC else "  not a chunk file's"))
-    _line("claims", f"version {version}, header {header_nbytes}, map {meta_nbytes}, zero {zero}")
-    _line("checksum", f"{checksum:016x} of the header")
 
 
 def _print_spans(where: Place, header: ChunkHeader, everything: bool) -> None:

@@ -1,32 +1,36 @@
-"""`fskv prune`: remove what was used least recently, once or for as long as it runs."""
+"""`fskv prune`: remove what was used least recently and what nobody needs, once or for as long as it runs."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+import threading
+from typing import Annotated
 
 import typer
 
-from fskv.bounds.evict import Need
+from fskv.bounds.evict import Pruned
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
+from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
+from fskv.types import MAX_TOUCH_INTERVAL_S
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
-from ..neighbours import clock_ns, living_heartbeats, wall_clock_ns
+from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
-from ..pruning import Done, Pruning, Wish
+from ..pruning import Forecast, Plan
+from ..removal import NAMESPACE, Garbage, foreign
 from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
-    ago,
-    can_ask,
     confirm,
+    duration,
     emit,
     iec,
+    last_use,
     many,
     new_table,
     plain,
@@ -36,6 +40,7 @@ from ..terminal import (
     say,
     show,
     size_option,
+    tell,
     tell_failure,
     walk_progress,
 )
@@ -48,34 +53,35 @@ LINES = {
         "oldest_use": "the least recent last use among them, or null",
         "newest_use": "the most recent last use among them, or null",
     },
-    "failure": {"path": "a file that could not be removed", "reason": "why"},
-    "state": {
-        "nbytes": "bytes on disk (with --watch, about once a minute)",
-        "files": "chunk files",
-        "free_nbytes": "free bytes of the file system",
-        "lease_held": "whether this process counts and prunes for all",
-        "pruned_files": "by the holder of the lease so far",
-        "pruned_nbytes": "bytes of these",
-        "unremovable": "files that it could not remove",
+    "garbage": {
+        "what": "`part` of a writer that is gone, or dead `namespace`",
+        "path": "its path",
+        "nbytes": "bytes on disk",
     },
+    "foreign": {"path": "an entry that fskv did not make; it stays"},
+    "failure": {"path": "what could not be listed or removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
-        "files_before": "chunk files of the chosen namespaces; null with --watch --yes, as most here",
+        "files_before": "chunk files of the chosen namespaces",
         "nbytes_before": "bytes on disk of these, with parts",
         "planned_files": "chunk files that were to go",
         "planned_nbytes": "bytes on disk of these",
         "removed_files": "chunk files that went",
         "removed_nbytes": "bytes on disk of these",
         "used_meanwhile": "files that had been used since they were seen, and got a new turn",
-        "unremovable": "files that could not be removed",
+        "garbage": "things that nobody needs, which were to go",
+        "garbage_removed": "things of these that went",
+        "foreign": "entries that fskv did not make",
+        "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "reached": "whether what was asked for is reached; null where nothing was carried out",
         "interrupted": "whether a signal ended it",
     },
 }
-
-
-_SMALL_NBYTES = 1 << 20
+_WORDS = {
+    PART: ("part of a writer that is gone", "parts of writers that are gone"),
+    NAMESPACE: ("namespace without chunks", "namespaces without chunks"),
+}
 
 
 def command(
@@ -83,6 +89,9 @@ def command(
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Prune until no more is on disk, such as 500GiB."),
+    ] = None,
+    free: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Free at least so much now, such as 100GiB.")
     ] = None,
     keep_free: Annotated[
         str | None,
@@ -130,12 +139,17 @@ def command(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what was used least recently, of all namespaces or of some, until a target is reached.
+    """Remove what was used least recently, until a target is reached, and what nobody needs.
 
     Works beside engines that read and write: an evicted chunk is a miss for them. Every file is looked at
     again before it goes. A last use is known to 10 minutes only: with --unused-for stays what may have been
-    used within AGE. A share (10%) is of the file system, of inodes too. --max-size holds for the chosen
-    namespaces together.
+    used within AGE. A share (10%) is of the file system, of inodes too. --max-size and --free are of the
+    chosen namespaces together.
+
+    Nobody needs a part whose writer is provably gone or that is older than an hour, an empty directory of
+    chunks, and a namespace that has no chunk, no living engine and is older than an hour. These go with every
+    target, and alone without one; not with --namespace or --tenant. What fskv did not make is listed and
+    never removed.
 
     With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
     counts and prunes for all. The limits hold for the engines too while it runs, and the smallest of all
@@ -144,62 +158,62 @@ def command(
 
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
-    wish = _wish(max_size, keep_free, unused_for)
-    if not watch:
-        for option, value in (
-            ("--tenant-max-size", tenant_max_size),
-            ("--metrics-port", metrics_port),
-        ):
-            if value:
-                raise UsageError(f"{option}: found without --watch, expected with it")
-    elif namespace or tenant:
-        raise UsageError(
-            "--namespace, --tenant: found with --watch, expected --tenant-max-size TENANT=SIZE"
-        )
+    limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
+    nbytes = 0 if free is None else size_option("--free", free)
+    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace or tenant)
     if watch:
-        limits = _limits(wish, tenant_max_size or [])
-        if limits == Limits():
-            raise UsageError("found no limit, expected one such as --max-size SIZE")
-        _watch(root, wish, limits, metrics_address, metrics_port, dry_run, yes, as_json=as_json)
+        once = is_chosen or nbytes or dry_run or as_json
+        if once or not has_target:
+            expected = "without --namespace, --tenant, --free, --dry-run and --json" if once else ""
+            raise UsageError(
+                f"--watch: expected a limit such as --max-size SIZE {expected}".strip()
+            )
+        _watch(root, limits, metrics_address, metrics_port, yes)
         return
+    if tenant_max_size or metrics_port is not None:
+        raise UsageError("--tenant-max-size, --metrics-port: found without --watch")
+    if is_chosen and not has_target:
+        raise UsageError("found no target, expected one such as --max-size SIZE")
     view = RootView.open(root)
-    if wish == Wish():
-        raise UsageError("found no target, expected --max-size, --keep-free or --unused-for")
-    _check_keep_free(view, wish)
-    spaces = _chosen(view, namespace, tenant)
-    if _prune(view, spaces, wish, dry_run=dry_run, yes=yes, as_json=as_json):
+    _check_keep_free(view, limits)
+    prune = _Prune(view, _chosen(view, namespace, tenant), limits, nbytes, is_chosen, as_json)
+    if prune.run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
 
-def _wish(max_size: str | None, keep_free: str | None, unused_for: str | None) -> Wish:
-    free: int | Share = 0
+def _limits(
+    max_size: str | None, keep_free: str | None, unused_for: str | None, of_tenants: list[str]
+) -> Limits:
+    kept: int | Share = 0
     if keep_free is not None:
         try:
-            free = parse_keep_free(
+            kept = parse_keep_free(
                 "--keep-free", int(keep_free) if keep_free.isdecimal() else keep_free
             )
         except (ConfigError, ValueError) as error:
             raise UsageError(str(error).removeprefix("option ")) from None
-    return Wish(
-        None if max_size is None else _bound("--max-size", max_size),
-        free,
-        None if unused_for is None else age_option("--unused-for", unused_for),
+    each, named = None, {}
+    for text in of_tenants:
+        name, equals, size = text.rpartition("=")
+        nbytes = size_option("--tenant-max-size", size)
+        if equals:
+            named[name] = nbytes
+        else:
+            each = nbytes
+    return Limits(
+        None if max_size is None else size_option("--max-size", max_size),
+        kept,
+        each,
+        named,
+        None if unused_for is None else int(age_option("--unused-for", unused_for)),
     )
 
 
-def _bound(option: str, text: str) -> int:
-    """Read a bound; one without a unit that is smaller than a chunk is almost surely a slip, and is said."""
-    nbytes = size_option(option, text)
-    if text.isdecimal() and nbytes < _SMALL_NBYTES:
-        say(f"{option} {text} means {many(nbytes, 'byte')}: expected a unit, such as {text}GiB")
-    return nbytes
-
-
-def _check_keep_free(view: RootView, wish: Wish) -> None:
+def _check_keep_free(view: RootView, limits: Limits) -> None:
     """Refuse to keep free what the file system does not have: everything would go for it."""
     total = Space.of(view.path).total_nbytes
-    if not isinstance(wish.keep_free, Share) and 0 < total <= wish.keep_free:
-        found = iec(wish.keep_free)
+    if not isinstance(limits.keep_free, Share) and 0 < total <= limits.keep_free:
+        found = iec(limits.keep_free)
         raise UsageError(
             f"--keep-free: found {found}, expected less than the {iec(total)} of the file system"
         )
@@ -213,204 +227,194 @@ def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) 
     if tenants:
         ours = {one.id for one in view.of_tenants(tenants)}
         spaces = [one for one in spaces if one.id in ours]
-        if not spaces:
-            raise UsageError(f"--tenant {', '.join(tenants)}: no such namespace in {view.path}")
     return spaces
 
 
 # --- once -------------------------------------------------------------------------------
 
 
-def _prune(
-    view: RootView,
-    spaces: list[Namespace],
-    wish: Wish,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-) -> bool:
-    """Plan, ask and prune; returns whether something was left undone."""
-    pruning = _looked(view, spaces, wish)
-    before = pruning.num_files, pruning.nbytes
-    planned = _show_plan(pruning, pruning.need(wall_clock_ns()), as_json=as_json)
-    done, reached, interrupted = Done(), None, False
-    if not dry_run and (planned[0] or pruning.need(wall_clock_ns()).nbytes > 0):
-        if planned[0] and not confirm(
-            f"Remove {many(planned[0], 'file')} ({iec(planned[1])}) from {view.path}?", yes=yes
-        ):
+class _Prune:
+    """One prune: look, show what would go, ask, remove, and sum up."""
+
+    def __init__(
+        self,
+        view: RootView,
+        spaces: list[Namespace],
+        limits: Limits,
+        free_nbytes: int,
+        is_chosen: bool,
+        as_json: bool,
+    ) -> None:
+        """Where namespaces were chosen, garbage is not looked for."""
+        self._root = view.path
+        self._spaces = spaces
+        self._has_target = limits != Limits() or free_nbytes > 0
+        self._free_nbytes = free_nbytes
+        self._is_chosen = is_chosen
+        self._as_json = as_json
+        self._plan = Plan(view.path, spaces, limits, free_nbytes)
+        self._garbage: list[Outcome] = []
+        self._found = Tally()
+        self.unlistable = 0
+
+    def run(self, *, dry_run: bool, yes: bool) -> bool:
+        """Return whether something was left undone."""
+        self._look()
+        before, garbage = (self._plan.num_files, self._plan.nbytes), self._garbage
+        if self._free_nbytes > before[1] and not dry_run:
+            raise UsageError(
+                f"--free: found {iec(self._free_nbytes)}, expected at most the {iec(before[1])} on disk"
+            )
+        need, unseen = self._plan.need(wall_clock_ns()), self._found.count[Fate.FAILED]
+        files, nbytes = self._show(self._plan.forecast(need))
+        done, num_garbage, reached, interrupted = Pruned(), 0, None, False
+        what = [f"{many(files, 'file')} ({iec(nbytes)})"] * bool(files)
+        what += [many(len(garbage), "leftover")] * bool(garbage)
+        if not (what or need):
+            say("nothing to remove")
+            reached = None if dry_run else True
+        elif dry_run:
+            say("nothing was removed")
+        elif what and not confirm(f"Remove {' and '.join(what)} from {self._root}?", yes=yes):
             say("nothing was done")
         else:
-            done, interrupted = _carry_out(view, pruning, planned[0])
-            reached = done.reached
-    elif not dry_run:
-        reached = True
-    for path, error in done.failures.items():
-        tell_failure(path, error.strerror or str(error), as_json=as_json)
-    if as_json:
-        emit(
-            "summary",
-            dry_run=dry_run,
-            files_before=before[0],
-            nbytes_before=before[1],
-            planned_files=planned[0],
-            planned_nbytes=planned[1],
-            removed_files=done.num_files,
-            removed_nbytes=done.nbytes,
-            used_meanwhile=done.used_meanwhile,
-            unremovable=len(done.failures),
-            unlistable=pruning.unlistable,
-            reached=reached,
-            interrupted=interrupted,
-        )
-    elif done.num_files or reached is not None:
-        say(
-            f"removed {many(done.num_files, 'file')}, {iec(done.nbytes)};"
-            f" {iec(pruning.nbytes)} in {pruning.num_files:,} files are left"
-        )
-        if reached is False and not interrupted:
-            say("the target is not reached: nothing more could be removed, or writers were faster")
-    if interrupted:
-        raise KeyboardInterrupt
-    return bool(done.failures or pruning.unlistable or reached is False)
-
-
-def _looked(view: RootView, spaces: list[Namespace], wish: Wish) -> Pruning:
-    pruning = Pruning(view.path, spaces, wish)
-    with walk_progress("looking", len(spaces)) as seen:
-        pruning.look(seen)
-    return pruning
-
-
-def _show_plan(pruning: Pruning, need: Need, *, as_json: bool) -> tuple[int, int]:
-    """Print what would go; returns files and bytes."""
-    found = pruning.forecast(need)
-    table = None
-    if found and not as_json:
-        table = new_table(
-            "ARCH", "MODEL@DIGEST", "FILES", "SIZE", "LAST USED", right=("FILES", "SIZE")
-        )
-    for one, part in found:
-        if table is not None:
-            cells = [show(one.arch), show(one.name), f"{part.num_files:,}", iec(part.nbytes)]
-            uses = [ago(part.oldest_ns), ago(part.newest_ns)]
-            table.add_row(*map(plain, [*cells, " to ".join(dict.fromkeys(uses))]))
-        else:
+            with stopped_by_signals() as stop:
+                done, reached, num_garbage = self._carry_out(files, stop)
+                interrupted = stop.is_set()
+            left = f"{iec(self._plan.nbytes)} in {many(self._plan.num_files, 'file')} left"
+            removed = f"removed {many(done.num_files, 'file')}, {iec(done.nbytes)}"
+            say(f"{removed}, and {many(num_garbage, 'leftover')}; {left}")
+            if not (reached or interrupted):
+                say("the target is not reached: nothing more could be removed")
+        if self._as_json:
             emit(
-                "plan",
-                namespace=one.id,
-                files=part.num_files,
-                nbytes=part.nbytes,
-                oldest_use=rfc3339(part.oldest_ns),
-                newest_use=rfc3339(part.newest_ns),
+                "summary",
+                dry_run=dry_run,
+                files_before=before[0],
+                nbytes_before=before[1],
+                planned_files=files,
+                planned_nbytes=nbytes,
+                removed_files=done.num_files,
+                removed_nbytes=done.nbytes,
+                used_meanwhile=done.used_meanwhile,
+                garbage=len(garbage),
+                garbage_removed=num_garbage,
+                foreign=self._found.count[Fate.FOREIGN],
+                unremovable=len(done.failures) + unseen,
+                unlistable=self.unlistable,
+                reached=reached,
+                interrupted=interrupted,
             )
-    files = sum(part.num_files for _, part in found)
-    nbytes = sum(part.nbytes for _, part in found)
-    if table is not None:
-        print_table(table)
-    if not as_json:
-        say(
-            f"{files:,} of {pruning.num_files:,} files would go,"
-            f" {iec(nbytes)} of {iec(pruning.nbytes)}"
-        )
-    return files, nbytes
+        if interrupted:
+            raise KeyboardInterrupt
+        return bool(done.failures or unseen or self.unlistable or reached is False)
 
+    def _look(self) -> None:
+        """Walk once: take all chunk files, and find what nobody needs."""
+        for one in self._spaces:
+            if one.problem is not None:
+                words = f"{show(one.id)}: foreign, counts and stays: {one.problem}"
+                say(f"{words}; `fskv rm` removes it")
+        with walk_progress("looking", len(self._spaces)) as seen:
+            for number, (one, known) in enumerate(self._plan.catalogues.items()):
+                for shard in one.listed(self):
+                    known.take(shard)
+                    seen(number, shard.idx)
+        if self._is_chosen:
+            return
+        catalogues = self._plan.catalogues
+        for found in foreign(self._root, catalogues):
+            self._found.add(found)
+            if self._as_json or not self._has_target:
+                text = f"foreign, stays   {found.path}"
+                tell("foreign", text, as_json=self._as_json, path=found.path)
+        for found in Garbage(self._root, catalogues, wall_clock_ns()).found():
+            self._found.add(found)
+            if found.fate is Fate.FAILED:
+                tell_failure(found.path, found.reason, as_json=self._as_json)
+                continue
+            self._garbage.append(found)
+            facts = {"what": found.what, "path": found.path, "nbytes": found.nbytes}
+            tell("garbage", f"{found.what:<16} {found.path}", as_json=self._as_json, **facts)
 
-def _carry_out(view: RootView, pruning: Pruning, planned: int) -> tuple[Done, bool]:
-    with stopped_by_signals() as stop, progress() as drawn:
-        task = drawn.add_task("removing", total=planned)
-        done = pruning.carry_out(
-            pruning.need(clock_ns(view.path)),
-            stop,
-            lambda done: drawn.update(
-                task, completed=done.num_files, total=max(planned, done.num_files)
-            ),
-        )
-        return done, stop.is_set()
+    def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
+        """Print what would go; returns files and bytes."""
+        numbers = ("FILES", "SIZE")
+        table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
+        for one, part in found:
+            uses = dict.fromkeys((last_use(part.oldest_ns), last_use(part.newest_ns)))
+            cells = [show(one.arch), show(one.name), f"{part.num_files:,}", iec(part.nbytes)]
+            table.add_row(*map(plain, [*cells, " to ".join(uses)]))
+            if self._as_json:
+                emit(
+                    "plan",
+                    namespace=one.id,
+                    files=part.num_files,
+                    nbytes=part.nbytes,
+                    oldest_use=rfc3339(part.oldest_ns),
+                    newest_use=rfc3339(part.newest_ns),
+                )
+        if found and not self._as_json:
+            print_table(table)
+            every = duration(MAX_TOUCH_INTERVAL_S)
+            say(f"uses are recorded every {every}: these may have been used since")
+        files = sum(part.num_files for _, part in found)
+        nbytes = sum(part.nbytes for _, part in found)
+        if self._has_target:
+            size = f"{iec(nbytes)} of {iec(self._plan.nbytes)}"
+            say(f"{files:,} of {self._plan.num_files:,} files would go, {size}")
+        for kind, words in _WORDS.items():
+            if self._found.count[kind]:
+                what = many(self._found.count[kind], *words)
+                say(f"{what} would go, {iec(self._found.nbytes[kind])}")
+        if number := self._found.count[Fate.FOREIGN]:
+            listed = "; `fskv prune --dry-run` lists them" * self._has_target
+            say(f"{many(number, 'foreign entry', 'foreign entries')} left alone{listed}")
+        return files, nbytes
+
+    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, int]:
+        now_ns, num_garbage = clock_ns(self._root), 0
+        with progress() as drawn:
+            task = drawn.add_task("removing", total=planned)
+            done, reached = self._plan.carry_out(
+                now_ns, stop, lambda files: drawn.advance(task, files)
+            )
+        garbage = Garbage(self._root, self._plan.catalogues, now_ns)
+        try:
+            for found in () if self._is_chosen else garbage.remove(self._garbage, stop.is_set):
+                num_garbage += found.fate is Fate.GOES
+                if found.error is not None and found.fate is Fate.FAILED:
+                    done.failures[found.path] = found.error
+        except OSError as away:  # the root
+            done.failures[self._root] = away
+        for path, error in done.failures.items():
+            tell_failure(path, error.strerror or str(error), as_json=self._as_json)
+        return done, reached, num_garbage
 
 
 # --- for as long as it runs ---------------------------------------------------------------
 
 
-def _limits(wish: Wish, of_tenants: list[str]) -> Limits:
-    each, named = None, {}
-    for text in of_tenants:
-        name, equals, size = text.rpartition("=")
-        nbytes = _bound("--tenant-max-size", size)
-        if equals:
-            named[name] = nbytes
-        else:
-            each = nbytes
-    unused_s = None if wish.unused_s is None else int(wish.unused_s)
-    return Limits(wish.max_nbytes, wish.keep_free, each, named, unused_s)
-
-
-def _watch(
-    root: str,
-    wish: Wish,
-    limits: Limits,
-    address: str,
-    port: int | None,
-    dry_run: bool,
-    yes: bool,
-    *,
-    as_json: bool,
-) -> None:
-    """Wait for the root, show what goes now unless it is not asked for, and watch."""
+def _watch(root: str, limits: Limits, address: str, port: int | None, yes: bool) -> None:
+    """Ask, wait for the root, and watch."""
     from ..exporter import serve
-    from ..watch import Watcher, sentence
+    from ..watch import Watcher
 
-    counts: dict[str, Any] = dict.fromkeys(LINES["summary"])
-    counts |= {"dry_run": dry_run, "interrupted": False}
-    watcher = Watcher(root)
-    view: RootView | None
-    if not root or dry_run or not (yes or can_ask()):
-        view = RootView.open(root)  # it ends at once, root or not
-    else:
-        if port is not None:
-            taken = serve(watcher.watched, os.path.abspath(root), address, port)
-            say(f"metrics: http://{address}:{taken}/metrics")
-        view = watcher.await_root()
-    if view is None:
-        if as_json:
-            emit("summary", **{**counts, "interrupted": True})
-        say("ended: there was no root yet")
+    if not root:
+        raise UsageError("--root: found nothing, expected the directory of a cache root")
+    path = os.path.abspath(root)
+    if not confirm(f"Keep {path} within these limits until a signal comes?", yes=yes):
+        say("nothing was done")
         return
-    _check_keep_free(view, wish)
-    if not yes or dry_run:
-        # Not with --yes: a daemon that starts again need not look at a million files first.
-        pruning = _looked(view, view.namespaces(), wish)
-        planned = _show_plan(pruning, pruning.need(wall_clock_ns()), as_json=as_json)
-        counts |= {"planned_files": planned[0], "planned_nbytes": planned[1]}
-        counts |= {"files_before": pruning.num_files, "nbytes_before": pruning.nbytes}
-        if any(beat.namespace for beat in living_heartbeats(view.path, wall_clock_ns())):
-            say("engines run here: the limits hold for them, too")
-        question = f"Keep {view.path} within these limits until a signal comes?"
-        if dry_run or not confirm(question, yes=yes):
-            say("nothing was done")
-            if as_json:
-                emit("summary", **counts)
-            return
+    watcher = Watcher(path)
+    if port is not None:
+        taken = serve(watcher.watched, path, address, port)
+        say(f"metrics: http://{address}:{taken}/metrics")
 
-    def told(seen: Any) -> None:
-        if not as_json:
-            say(sentence(seen))
-            return
-        emit(
-            "state",
-            nbytes=seen.usage.nbytes,
-            files=seen.usage.num_files,
-            free_nbytes=seen.space.free_nbytes,
-            lease_held=seen.holder,
-            pruned_files=seen.usage.pruned_files,
-            pruned_nbytes=seen.usage.pruned_nbytes,
-            unremovable=seen.usage.unremovable,
-        )
+    def check(view: RootView) -> None:
+        _check_keep_free(view, limits)
+        if os.geteuid() != os.stat(f"{view.path}/{FORMAT_FILE}").st_uid:
+            say(f"{view.path} belongs to another user: engines may not read this watcher's limits")
 
-    if os.geteuid() != os.stat(f"{view.path}/{FORMAT_FILE}").st_uid:
-        say(f"{view.path} belongs to another user: engines may not read this watcher's limits")
-    say(f"watching {view.path}")
-    watcher.run(limits, told)
-    if as_json:
-        emit("summary", **{**counts, "interrupted": True})
+    watcher.run(limits, check)
     say("ended: the limits are withdrawn and the lease given back")

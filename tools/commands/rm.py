@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +10,27 @@ from typing import Annotated
 
 import typer
 
+from fskv.bounds.evict import cutoff_ns
 from fskv.root.remove import PART, Fate, Outcome, Tally, always
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
-from ..removal import CHUNK, DIRECTORY, NAMESPACE, remove_files, remove_namespace
+from ..removal import CHUNK, DIRECTORY, remove_files, remove_namespace
 from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
-from ..terminal import confirm, emit, iec, many, say, show, tell_failure, walk_progress
+from ..terminal import (
+    age_option,
+    confirm,
+    emit,
+    iec,
+    many,
+    say,
+    show,
+    tell,
+    tell_failure,
+    walk_progress,
+)
 
 LINES = {
     "plan": {
@@ -27,15 +40,7 @@ LINES = {
         "nbytes": "bytes on disk of these, with parts",
         "in_use": "whether a living engine writes to its namespace",
     },
-    "removed": {
-        "target": "as in the plan",
-        "files": "chunk files that went",
-        "parts": "parts that went",
-        "nbytes": "bytes on disk of these",
-        "gone": "whether the namespace is gone as a whole; null for a chunk",
-        "foreign": "entries that fskv did not make; they stay, and their directories",
-    },
-    "foreign": {"path": "such an entry"},
+    "foreign": {"path": "an entry that fskv did not make; it stays, and its directories"},
     "failure": {"path": "what could not be removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -58,6 +63,8 @@ class _Target:
     files: int = 0
     nbytes: int = 0
     unlistable: int = 0
+    last_use_ns: int = 0
+    before_ns: int | None = None  # chunks that were used since stay
 
     @property
     def id(self) -> str:
@@ -69,7 +76,7 @@ class _Target:
         one, files = self.namespace, self.chunk
         try:
             if files is None:
-                yield from remove_namespace(one, news, stop.is_set)
+                yield from remove_namespace(one, news, stop.is_set, self.before_ns)
             else:
                 names, where = [file.name for file in files], files[0].directory
                 yield from remove_files(one, where, names, always(CHUNK), news, stop.is_set)
@@ -95,6 +102,13 @@ def command(
             help="All namespaces of this tenant, by its exact name; may be repeated.",
         ),
     ] = None,
+    unused_for: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE",
+            help="Only namespaces that were not used for so long, such as 90d; without names, of all.",
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also a namespace to which a living engine writes."),
@@ -115,14 +129,26 @@ def command(
     Exit code 3 if something could not be removed or foreign entries keep a namespace.
     """
     view = RootView.open(root)
-    if not targets and not tenant:
+    words = [*(one.id for one in view.of_tenants(tenant)), *(targets or [])] if tenant else targets
+    if not words and unused_for is None:
         raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
-    of_tenants = [one.id for one in view.of_tenants(tenant)] if tenant else []
-    found = _resolve(view, [*of_tenants, *(targets or [])])
-    in_use = namespaces_in_use(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
+    if not words:
+        words = [one.id for one in view.namespaces() if one.problem is None]
+    found = _resolve(view, words)
+    now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
+    in_use = namespaces_in_use(view.path, now_ns)
     _measure(found)
+    unlistable = sum(t.unlistable for t in found)
+    if unused_for is not None:
+        before_ns = cutoff_ns(now_ns, age_option("--unused-for", unused_for))
+        found = [t for t in found if _is_unused(t, before_ns, in_use)]
     for target in found:
-        _show(target, in_use=target.namespace.id in in_use, as_json=as_json)
+        is_busy = target.namespace.id in in_use
+        kind = "namespace" if target.chunk is None else "chunk"
+        sizes = {"files": target.files, "nbytes": target.nbytes}
+        text = f"{kind} {target.id}: {many(target.files, 'file')}, {iec(target.nbytes)}"
+        text += "  (a living engine writes to it)" * is_busy
+        tell("plan", text, as_json=as_json, target=target.id, what=kind, **sizes, in_use=is_busy)
     busy = [t.id for t in found if t.chunk is None and t.namespace.id in in_use]
     files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
     if busy and not force and not dry_run:
@@ -130,18 +156,19 @@ def command(
             f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
         )
     removed, interrupted = Tally(), False
-    if not dry_run:
-        question = f"Remove {many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}?"
-        if confirm(question, yes=yes):
-            with stopped_by_signals() as stop:
-                _remove(view, found, removed, stop, as_json=as_json)
-                interrupted = stop.is_set()
-            if not as_json:
-                say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
-        else:
-            say("nothing was done")
+    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}"
+    if not found:
+        say("nothing to remove")
+    elif dry_run:
+        say(f"would remove {what}; nothing was removed")
+    elif not confirm(f"Remove {what}?", yes=yes):
+        say("nothing was done")
+    else:
+        with stopped_by_signals() as stop:
+            removed = _remove(view, found, stop, as_json=as_json)
+            interrupted = stop.is_set()
+        say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
-    unlistable = sum(t.unlistable for t in found)
     if as_json:
         emit(
             "summary",
@@ -168,6 +195,17 @@ def _resolve(view: RootView, words: list[str]) -> list[_Target]:
         found.setdefault(target.id, target)
     whole = {target.namespace.id for target in found.values() if target.chunk is None}
     return [t for t in found.values() if t.chunk is None or t.namespace.id not in whole]
+
+
+def _is_unused(target: _Target, before_ns: int, in_use: set[str]) -> bool:
+    """Whether a whole namespace was not used since, as far as all of it could be seen."""
+    one = target.namespace
+    if target.chunk is not None:
+        raise UsageError(f"--unused-for: found the chunk {target.id}, expected namespaces")
+    target.before_ns = before_ns
+    is_seen = one.problem is None and not target.unlistable
+    used_ns = max(target.last_use_ns, os.lstat(one.path).st_mtime_ns)
+    return is_seen and one.id not in in_use and used_ns < before_ns
 
 
 def _meant(view: RootView, word: str) -> _Target:
@@ -204,23 +242,10 @@ def _measure(targets: list[_Target]) -> None:
                 target.files += len(shard.records)
                 target.nbytes += int(shard.records["nbytes"].sum())
                 target.nbytes += sum(part.nbytes for part in shard.parts)
+                if len(shard.records):
+                    newest_ns = int(shard.records["mtime_ns"].max())
+                    target.last_use_ns = max(target.last_use_ns, newest_ns)
                 seen(number, shard.idx)
-
-
-def _show(target: _Target, *, in_use: bool, as_json: bool) -> None:
-    kind = "namespace" if target.chunk is None else "chunk"
-    if as_json:
-        emit(
-            "plan",
-            target=target.id,
-            what=kind,
-            files=target.files,
-            nbytes=target.nbytes,
-            in_use=in_use,
-        )
-        return
-    note = "  (a living engine writes to it)" if in_use else ""
-    print(f"{kind} {show(target.id)}: {many(target.files, 'file')}, {iec(target.nbytes)}{note}")
 
 
 def _nbytes(tally: Tally) -> int:
@@ -228,32 +253,24 @@ def _nbytes(tally: Tally) -> int:
 
 
 def _remove(
-    view: RootView, targets: list[_Target], total: Tally, stop: threading.Event, *, as_json: bool
-) -> None:
-    news = News(view.path)
+    view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
+) -> Tally:
+    news, tally = News(view.path), Tally()
     with walk_progress("removing", len(targets)) as seen:
         for number, target in enumerate(targets):
-            if stop.is_set():
-                return
-            tally = Tally()
             for found in target.remove(news, stop):
                 tally.add(found)
-                total.add(found)
                 if found.what == DIRECTORY:
                     seen(number, int(found.name, 16))
                 elif found.fate is Fate.FAILED:
                     tell_failure(found.path, found.reason, as_json=as_json)
-                elif found.fate is Fate.FOREIGN and as_json:
-                    emit("foreign", path=found.path)
                 elif found.fate is Fate.FOREIGN:
-                    say(f"{found.path}: not made by fskv, stays")
-            if as_json:
-                emit(
-                    "removed",
-                    target=target.id,
-                    files=tally.count[CHUNK],
-                    parts=tally.count[PART],
-                    nbytes=_nbytes(tally),
-                    gone=None if target.chunk is not None else tally.count[NAMESPACE] > 0,
-                    foreign=tally.count[Fate.FOREIGN],
-                )
+                    tell(
+                        "foreign",
+                        f"foreign, stays   {found.path}",
+                        as_json=as_json,
+                        path=found.path,
+                    )
+            if stop.is_set():
+                break
+    return tally

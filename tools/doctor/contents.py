@@ -270,7 +270,7 @@ def leftovers(subject: Subject) -> Iterator[Finding]:
         yield hint(
             "leftovers",
             f"{old} parts {text} are older than an hour",
-            "`fskv gc`, or the next engine",
+            "`fskv prune`, or the next engine",
         )
     if foreign:
         yield hint(
