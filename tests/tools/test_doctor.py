@@ -21,11 +21,9 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import contents, machine, mount, probes, space, visitor
-from fskv_tools.doctor.finding import Check, Level, Subject
+from fskv_tools.doctor import contents, machine, mount, probes, rounds, space
+from fskv_tools.doctor.finding import Level, Subject
 from fskv_tools.doctor.mount import judge
-from fskv_tools.doctor.rounds import examine
-from fskv_tools.doctor.scratch import Scratch
 
 from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Limits, Usage
@@ -58,17 +56,17 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
     assert done.summary["problem"] == 0
     assert everything_below(lab.path) == before
     assert of(done, "namespaces") == [("ok", "1")]
-    for check in ("round trip", "rename", "write", "clock", "root"):
+    for check in ("round trip", "write", "clock", "root"):
         assert of(done, check)[0][0] == "ok", check
     for line in findings(done):
-        assert (line["advice"] is None) == (line["level"] == "ok"), line
+        assert (line["advice"] is None) == (line["level"] in ("ok", "note")), line
     check_lines("doctor", done.lines)
 
 
 def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
     done = run("doctor", *PATIENT, "--json")
     assert done.exit_code == 0
-    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "open files"}
+    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "GPU"}
     code = (
         "import sys; from fskv_tools.cli import app\n"
         "try: app(['doctor', '--json'])\nexcept SystemExit: pass\n"
@@ -78,10 +76,10 @@ def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
     assert not set(done.stderr.split()) & {"torch", "vllm", "kvikio", "matplotlib"}
 
 
-def here(root):
+def here(root, **changes):
     """Make the checks in this process, where a test can reach what they call."""
-    subject = Subject(str(root), 10.0, Scratch(may_write=True))
-    return [one for one in visitor.findings(subject) if not isinstance(one, str)]
+    subject = Subject(str(root), **{"timeout_s": 10.0, "may_write": True, **changes})
+    return [one for one in rounds.findings(subject) if not isinstance(one, str)]
 
 
 def levels(found, check):
@@ -89,24 +87,20 @@ def levels(found, check):
 
 
 @pytest.mark.parametrize(
-    ("version", "warns"),
-    [
-        ("0.31.0", True),
-        ("0.32.0", False),
-        ("0.33.2", False),
-        ("0.34.0", True),
-        ("1.32.0", True),
-        ("x", True),
-    ],
+    ("version", "warns"), [("0.31.0", True), ("0.33.2", False), ("1.32.0", True), ("x", True)]
 )
 def test_a_vllm_that_was_never_run_is_a_warning(monkeypatch, version, warns):
     monkeypatch.setattr(machine, "_version", lambda name: version if name == "vllm" else None)
-    found = [
-        one
-        for one in machine.versions(Subject(None, 10.0, Scratch(may_write=False)))
-        if one.check == "vllm"
-    ]
-    assert [(one.level, one.found) for one in found] == [(Level.WARNING, version)] * warns
+    assert levels(machine.versions(10.0), "vllm") == [(Level.WARNING, version)] * warns
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_what_is_absent_is_not_called_ok(monkeypatch, driver):
+    monkeypatch.setattr(machine, "_HAS_DRIVER", driver)
+    monkeypatch.setattr(machine, "_version", lambda name: "1" if name == "kvikio" else None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert [one.level for one in machine.gpu(10.0)] == ["note"]
+    assert [one.level for one in machine.gds(10.0)] == ["ok" if driver else "note"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "foreign", "newer", "a file", "empty"])
@@ -140,62 +134,29 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
             assert path.stat().st_mtime_ns == stamp
 
 
-def test_what_is_worst_is_printed_last_and_a_missing_mount_is_said_once(tmp_path):
-    """A terminal shows the end; in JSON it is the order of the checks."""
+def test_problems_come_first(tmp_path):
     root = tmp_path / "kv"
+    lines = run("doctor", *PATIENT, root=root).stdout.splitlines()
+    told = [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
+    found = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
+    for each in (told, found):
+        assert each == sorted(each, key=list(Level).index)
+        assert each[0] == Level.PROBLEM
 
-    def printed():
-        lines = run("doctor", *PATIENT, root=root).stdout.splitlines()
-        return [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
 
-    found = printed()
-    assert found == sorted(found, key=list(Level).index)
-    assert found[-1] == Level.PROBLEM
-    assert not any("system's own" in finding.found for finding in here(root))
-    checked = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
-    assert checked != sorted(checked, key=list(Level).index), "the control"
+def test_the_root_may_be_given_without_a_name(lab):
+    done = run("doctor", *PATIENT, "--json", "--no-write", lab.path)
+    assert done.summary["root"] == lab.path
+    assert run("doctor", lab.path, "--config", "{}").exit_code == 2
 
 
 def test_the_systems_own_file_system_is_hinted_at_where_the_root_is(tmp_path, monkeypatch):
     told = tmp_path / "mountinfo"
     told.write_text(LINE.format(point="/", kind="ext4", source="/dev/a", options=""))
     monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
-    of_mount = [one.check for one in here(tmp_path / "kv")]
-    assert of_mount == ["mount", "root"]
+    assert [one.check for one in here(tmp_path / "kv")] == ["mount", "root"]
     (tmp_path / "kv").mkdir()
-    found = here(tmp_path / "kv")
-    assert "system's own" in [one.found for one in found if one.check == "mount"][1]
-    checks = [one.check for one in found]
-    assert checks.index("root") < len(checks) - 1 - checks[::-1].index("mount")
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "answer", "level", "words"),
-    [
-        ("fuse.mfs", "mfs", "86400", "warning", "for 86400 s"),
-        ("fuse", "mfs#10.0.0.1:9421", "86400", "warning", "for 86400 s"),
-        ("fuse.mfs", "mfs", "0", "ok", "free at once"),
-        ("fuse.mfs", "mfs", None, "warning", "24 hours by default"),
-        ("fuse.juicefs", "JuiceFS:kv", None, "hint", "trash-days"),
-        ("ext4", "/dev/a", "86400", None, ""),
-    ],
-)
-def test_a_trash_that_keeps_what_is_removed_is_told(
-    lab, tmp_path, monkeypatch, kind, source, answer, level, words
-):
-    """As `mfsgettrashtime` of MooseFS 3.0 answers, or where there is none."""
-    told = tmp_path / "mountinfo"
-    told.write_text(LINE.format(point=tmp_path, kind=kind, source=source, options=""))
-    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    if answer is not None:
-        (tools / "mfsgettrashtime").write_text(f'#!/bin/sh\necho "$1: {answer}"\n')
-        (tools / "mfsgettrashtime").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools))
-    found = levels(here(lab.path), "trash")
-    assert [one for one, _ in found] == ([level] if level else [])
-    assert all(words in text for _, text in found)
+    assert "system's own" in levels(here(tmp_path / "kv"), "mount")[1][1]
 
 
 def test_with_no_write_nothing_is_tried(lab):
@@ -203,7 +164,7 @@ def test_with_no_write_nothing_is_tried(lab):
     done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
     assert done.exit_code == 0
     assert os.stat(lab.path).st_mtime_ns == stamp
-    assert not of(done, "write")
+    assert [level for level, _ in of(done, "write")] == ["note"]
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -231,15 +192,6 @@ def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path, ops):
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_mount_whose_reads_fail_is_a_finding(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        lab.chunks(lab.namespace(), range(3))
-        mount.set({"errno": "EIO", "ops": ["read"]})
-        assert fskv("doctor", *PATIENT, "--json", root=mount.path).exit_code == 1
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
     with FaultyMount(tmp_path) as mount:
         Lab(mount.path)
@@ -252,18 +204,24 @@ def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
         assert of(fskv("doctor", *PATIENT, "--json", root=mount.path), "round trip")[0][0] == "ok"
 
 
-def test_a_read_only_root_is_a_finding(lab, monkeypatch):
+def test_a_read_only_root_is_a_problem_unless_engines_only_load(lab, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(probes, "open_chunk_fd", refuse)
-    monkeypatch.setattr(Scratch, "file", refuse)
+    told = LINE.format(point="/", kind="ext4", source="/dev/a", options="").replace(" rw,", " ro,")
+    with open(f"{lab.path}-mountinfo", "w") as file:
+        file.write(told)
+    monkeypatch.setattr(mount, "_MOUNTINFO", f"{lab.path}-mountinfo")
+    monkeypatch.setattr(probes, "new_file", refuse)
     found = here(lab.path)
-    assert [one.check for one in found if one.level is Level.PROBLEM] == ["write"]
+    assert [one.check for one in found if one.level == "problem"] == ["mount", "write"]
     assert "Read-only" in levels(found, "write")[0][1]
+    loads = here(lab.path, only_loads=True)
+    assert not [one for one in loads if one.level == "problem"]
+    assert [level for level, _ in levels(loads, "write")] == ["note"]
 
 
-def test_a_full_disk_and_missing_links_and_flags_are_told(lab, monkeypatch):
+def test_where_o_direct_is_refused_it_is_a_hint(lab, monkeypatch):
     real = os.open
 
     def no_direct(path, flags, *rest, **more):
@@ -271,19 +229,15 @@ def test_a_full_disk_and_missing_links_and_flags_are_told(lab, monkeypatch):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *rest, **more)
 
-    def no_link(*_, **__):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
+    assert levels(here(lab.path), "O_DIRECT")[0][0] == "ok"
     monkeypatch.setattr(os, "open", no_direct)
-    monkeypatch.setattr(os, "link", no_link)
     found = here(lab.path)
     assert levels(found, "O_DIRECT")[0][0] == "hint"
-    assert levels(found, "link")[0][0] == "hint"
     assert Level.PROBLEM not in {one.level for one in found}
 
 
 @pytest.mark.parametrize(
-    ("step_ns", "level"), [(1, "ok"), (1000, "ok"), (10**9, "hint"), (2 * 10**9, "hint")]
+    ("step_ns", "level"), [(1, "ok"), (1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
 )
 def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
     real = os.utime
@@ -292,32 +246,30 @@ def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
         real(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
 
     monkeypatch.setattr(os, "utime", coarse)
-    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
-    subject.scratch.is_ours = True
-    ((found, text),) = levels(list(probes.write(subject)), "mtime")
-    assert found == level, text
-    assert level == "ok" or f"{step_ns // 10**9} s" in text
+    assert [found for found, _ in levels(probes.write(Subject(lab.path, 10.0, True)), "mtime")] == [
+        level
+    ]
 
 
 def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
     nothing = dict.fromkeys(
         ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_favail"), 0
     )
-    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
+    subject = Subject(lab.path, 10.0, True)
     for answer, level in (
         ({}, "hint"),
         ({"f_frsize": 4096, "f_blocks": 9999, "f_bfree": 9999, "f_bavail": 9999}, "ok"),
     ):
         info = SimpleNamespace(**{**nothing, **answer})
         monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
-        assert levels(list(space.look(subject)), "space")[0][0] == level
+        assert levels(list(space.space(subject)), "space")[0][0] == level
         assert ("does not say" in run("du", root=lab.path).stdout) == (level == "hint")
 
 
 def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, monkeypatch):
     """A disk of 150 MiB with 4 MiB free, of which keep_free leaves 1 MiB: less than a chunk of 2.7 MiB."""
     where = lab.namespace(pages=(1_400_000, 1_400_000), blocks_per_chunk=1)
-    subject = Subject(lab.path, 10.0, Scratch(may_write=False))
+    subject = Subject(lab.path, 10.0, False)
 
     def judged(free_mib, counted=None, **told):
         info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
@@ -329,7 +281,7 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
             usage = Usage(namespaces={where.id: (counted, 1)}, at_ms=1)
             SharedFiles(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
         limits = (Limits(**told),) if told else ()
-        return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
+        return levels(list(space.space(dataclasses.replace(subject, told=limits))), "space")
 
     assert [level for level, _ in judged(4)] == ["warning"]  # nobody has counted what could go
     ((level, found),) = judged(4, counted=0)
@@ -386,7 +338,6 @@ def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
     done = fskv("doctor", *PATIENT, root=lab.path)
     assert done.exit_code == 0, done.stdout
     assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    assert "foreign" in done.stdout
     assert everything_below(lab.path) == before
 
 
@@ -409,16 +360,17 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
     assert run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
     with open(f"{shared}/heartbeat-x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "engines")[0][0] == "ok"
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "engines")[0][0] == "note"
 
 
 @pytest.mark.parametrize("denied", [True, False])
 def test_heartbeats_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
+    os.mkdir(f"{lab.path}/.fskv-maintenance")
     if denied:
         monkeypatch.setattr(SharedFiles, "heartbeats", refused)
     ((level, found),) = levels(here(lab.path), "engines")
     assert (level == "problem", "Permission denied" in found) == (denied, denied)
-    assert ("none was here" in found) is not denied
+    assert ("none is alive" in found) is not denied
 
 
 def refused(*_):
@@ -437,45 +389,26 @@ def test_what_this_user_may_not_read_is_nothing_to_remove(lab, monkeypatch, deni
     assert ("engines' user" in found[0].advice) is denied
 
 
-@pytest.mark.parametrize("denied", [True, False])
-def test_a_namespace_that_may_not_be_listed_does_not_end_the_look_at_others(
-    lab, monkeypatch, denied
-):
-    lab.chunks(lab.namespace(), range(3))
-    if denied:
-        monkeypatch.setattr(contents.Namespace, "shards", refused)
-    ((level, found),) = levels(here(lab.path), "leftovers")
-    assert level == ("problem" if denied else "ok")
-    assert ("1 in 1 directories of chunks cannot be listed" in found) is denied
-
-
-@pytest.mark.parametrize("denied", [True, False])
-def test_a_directory_of_namespaces_that_may_not_be_listed_is_nobodys_to_move(
-    lab, monkeypatch, denied
-):
-    """What is inside may be all that the engines have stored."""
+@pytest.mark.parametrize("closed", ["chunks", "arch", None])
+def test_what_may_not_be_listed_is_a_problem_and_does_not_end_the_look(lab, monkeypatch, closed):
     where = lab.namespace()
     lab.chunks(where, range(3))
-    os.mkdir(f"{lab.path}/lost+found")
     arch = where.id.partition("/")[0]
-    closed = {f"{lab.path}/{name}" for name in (arch, "lost+found") if denied}
     real = os.scandir
 
-    def scandir(path="."):
-        return refused() if path in closed else real(path)
+    def scandir(at="."):
+        return refused() if str(at) == f"{lab.path}/{arch}" else real(at)
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    found = here(lab.path)
-    assert levels(found, "foreign") == []
-    problems = [one for one in found if one.level == "problem"]
-    assert [one.check for one in problems] == ["namespaces"] * denied
-    for one in problems:
-        assert one.found == f"0 besides those in what cannot be listed: {arch}"
-        assert "engines' user" in one.advice
-    for check in ("namespaces", "leftovers"):
-        assert [level for level, _ in levels(found, check) if level == "ok"] == ["ok"] * (
-            not denied
-        )
+    if closed == "chunks":
+        monkeypatch.setattr(contents.Namespace, "shards", refused)
+    elif closed == "arch":
+        monkeypatch.setattr(os, "scandir", scandir)
+    problems = [one for one in here(lab.path) if one.level == "problem"]
+    expected = {"chunks": ["leftovers"], "arch": ["namespaces"], None: []}
+    assert [one.check for one in problems] == expected[closed]
+    if closed == "arch":
+        assert problems[0].found == f"0 besides those in what cannot be listed: {arch}"
+        assert "engines' user" in problems[0].advice
 
 
 @pytest.mark.parametrize("kind", ["a loop", "a file", "a fifo", "a directory"])
@@ -503,7 +436,6 @@ def test_leases_and_heartbeats_of_the_living_and_the_dead(lab):
         assert "held by" in of(done, "lease")[0][1]
         assert of(done, "lease")[0][0] == "ok"
         assert "1 engine may be alive" in of(done, "engines")[0][1]
-        assert "max_bytes 5.00 GiB" in of(done, "bounds")[0][1]
     finally:
         engine.close()
     gone = subprocess.Popen(["true"])
@@ -526,18 +458,15 @@ def test_leases_and_heartbeats_of_the_living_and_the_dead(lab):
     with open(lease, "w") as file:
         json.dump(told, file)
     os.utime(lease, (1, 1))
-    assert "not renewed" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][0] == "hint"
 
 
 @pytest.mark.parametrize(
     ("quota", "max_nbytes", "level"),
     [
-        (b"1073741824", None, "warning"),
         (b"1073741824", 1 << 30, "warning"),
-        (b"1073741824", 900 << 20, "ok"),
-        (b"0", None, None),
+        (b"1073741824", 900 << 20, None),
         (b"no number", None, None),
-        (None, None, None),
     ],
 )
 def test_a_quota_of_cephfs_is_told_of_beside_the_bound(
@@ -548,14 +477,14 @@ def test_a_quota_of_cephfs_is_told_of_beside_the_bound(
     root.mkdir()
 
     def getxattr(path, name):
-        if quota is None or path != str(tmp_path) or name != "ceph.quota.max_bytes":
+        if path != str(tmp_path) or name != "ceph.quota.max_bytes":
             raise OSError(errno.ENODATA, "No data available")
         return quota
 
     monkeypatch.setattr(os, "getxattr", getxattr)
     told = () if max_nbytes is None else (Limits(max_nbytes=max_nbytes),)
-    subject = Subject(str(root), 5.0, Scratch(may_write=False), told)
-    found = levels(list(space.look(subject)), "quota")
+    subject = Subject(str(root), 5.0, False, told)
+    found = levels(list(space.space(subject)), "quota")
     assert [each for each, _ in found] == ([] if level is None else [level])
     assert all("hold 1.00 GiB" in text for _, text in found)
 
@@ -590,20 +519,11 @@ LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n
         ("ext4", "", "ok", "ext4"),
         ("nfs4", ",vers=4.2,hard", "ok", "vers=4.2"),
         ("nfs4", ",vers=4.2,noac", "warning", "noac"),
-        ("nfs", ",vers=3,soft,timeo=10", "hint", "soft, timeo 1 s"),
-        ("nfs", ",vers=2", "problem", "vers=2"),
-        ("nfs4", ",actimeo=600", "hint", "600 s"),
         ("tmpfs", "", "warning", "in memory"),
         ("overlay", "", "warning", "container"),
-        ("fuse.ceph-fuse", "", "ok", "tried with 16.2"),
-        ("ceph", "", "hint", "the kernel's client, not tried here"),
-        ("fuse.mfs", "", "ok", "MooseFS, tried with 3.0"),
-        *(
-            (kind, "", "hint", "not tried here")
-            for kind in ("lustre", "beegfs", "wekafs", "gpfs", "fuse.juicefs", "fuse.s3fs")
-        ),
-        ("fuse.sshfs", "", "hint", "sshfs"),
-        ("unheard-of", "", "hint", "unheard-of"),
+        ("fuse.mfs", "", "hint", "keep their room"),
+        ("fuse.juicefs", "", "hint", "keep their room"),
+        ("lustre", "", "hint", "not tried"),
     ],
 )
 def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
@@ -613,10 +533,6 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     assert (mount.point, mount.kind) == ("/mnt/k v", kind)
     assert mount_of("/mnt/k vx", text).point == "/"
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
-    mfs = mount_of(
-        "/m/root", LINE.format(point="/m", kind="fuse", source="mfs#10.0.0.1:9421", options="")
-    )
-    assert "MooseFS" in next(judge(mfs)).found  # as its version 3 names itself
     read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
     assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
 
@@ -628,25 +544,19 @@ def test_a_mount_that_cannot_rename_is_a_problem(tmp_path):
         mount.set({"errno": "ENOSYS", "ops": ["rename"]})
         done = run("doctor", *PATIENT, "--json", root=lab.path)
         assert mount.fired()
-        assert [level for level, _ in of(done, "rename")] == ["problem"]
+        assert [level for level, _ in of(done, "round trip")] == ["problem"]
         mount.clear()
         done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert [level for level, _ in of(done, "rename")] == ["hint"]  # this one hides old files
+        assert [level for level, _ in of(done, "round trip")] == ["ok"]
 
 
-def test_a_check_that_hangs_or_fails_does_not_end_the_rounds():
-    def hangs(_):
-        time.sleep(30)
-        yield
-
+def test_a_check_that_fails_is_a_problem():
     def fails(_):
         raise ZeroDivisionError("so it is")
         yield
 
-    subject = Subject("/", 0.2, Scratch(may_write=False))
-    checks = [Check("fails", fails), Check("hangs", hangs), Check("goes on", lambda _: [])]
-    found = [(f.check, f.level) for f in examine(checks, subject)]
-    assert found == [("fails", Level.PROBLEM), ("hangs", Level.PROBLEM)]
+    (found,) = rounds.look(fails, None)
+    assert (found.check, found.level) == ("fails", Level.PROBLEM)
 
 
 def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
@@ -697,6 +607,25 @@ def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
     done, problems = configured(json.dumps(transfer(lab.path, **options)))
     assert done.exit_code == 1
     assert any(words in line["found"] for line in problems), problems
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    given = transfer(tmp_path / "nowhere", max_byte="1GiB", health_file="/no/where.json")
+    line = f"vllm serve M --no-enable-prefix-caching --kv-transfer-config '{json.dumps(given)}'"
+    _, problems = configured(line)
+    assert [one["check"] for one in problems] == ["options", "options", "health file", "root"]
+    # The control: what is right is not told.
+    (tmp_path / "nowhere").mkdir()
+    del given["kv_connector_extra_config"]["max_byte"]
+    _, problems = configured(json.dumps(given))
+    assert [one["check"] for one in problems] == ["health file"]
+
+
+def test_a_store_that_only_loads_needs_no_room(lab):
+    for role, options in (("kv_both", {"store": False}), ("kv_consumer", {})):
+        done, problems = configured(json.dumps({**transfer(lab.path, **options), "kv_role": role}))
+        assert (done.exit_code, problems) == (0, [])
+        assert [level for level, _ in of(done, "space")] == ["note"]
 
 
 @pytest.mark.parametrize("role", [None, "kv_bth"])
@@ -817,7 +746,7 @@ def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order
     assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
     ((level, text),) = of(done, "bounds")
     assert level == "hint"
-    assert text.endswith("the tightest hold for all: max_bytes 1.00 GiB, keep_free 1 %")
+    assert text.endswith("the tightest hold for all")
     # The control: where both have the same there is nothing to say.
     alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
     assert of(configured(json.dumps(alike))[0], "bounds") == []
@@ -826,7 +755,7 @@ def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order
 def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):
     written = {**transfer(lab.path), "kv_load_failure_policy": "fail"}
     done, _ = configured(f"vllm serve M --kv-transfer-config '{json.dumps(written)}'")
-    assert [level for level, _ in of(done, "options")] == ["ok", "hint", "hint"]
+    assert [level for level, _ in of(done, "options")] == ["hint", "hint", "ok"]
     check_lines("doctor", done.lines)
 
 
