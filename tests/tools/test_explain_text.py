@@ -43,8 +43,8 @@ def prompt(tmp_path):
 def serve():
     started = []
 
-    def start(*args):
-        started.append(TokenServer(*args))
+    def start(*args, **options):
+        started.append(TokenServer(*args, **options))
         return started[-1]
 
     yield start
@@ -92,11 +92,43 @@ def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, toke
     assert server.asked[1:] == [("/tokenize", chat)]
 
 
+@pytest.mark.parametrize("by_server", [False, True])
+def test_the_text_where_two_prompts_part_is_quoted(lab, model, prompt, tokens, serve, by_server):
+    words = TEXT.split()
+    changed = [*words[:100], "w7", *words[101:]]  # w3, in chunk 3: a token stands before the text
+    prompt.write_text(" ".join(changed))
+    if by_server:
+        ids = (
+            tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+            .encode(" ".join(changed))
+            .ids
+        )
+        how = ("--url", serve((200, json.dumps({"tokens": ids}))).url)
+        quoted = "'text of 32 tokens'"
+    else:
+        how, quoted = ("--tokenizer", model), " ".join(changed[95:105])
+    done = run("explain", "--prompt", prompt, "--json", *how, root=lab.path)
+    (first, *_) = [line["text"] for line in done.lines if line["type"] == "cause"]
+    assert "in tokens 96 to 127: " in first
+    assert quoted in first
+    # The control: of token ids nobody knows the text.
+    done = run("explain", "--tokens", json.dumps([1, *tokens[1:]]), "--json", root=lab.path)
+    assert not [line for line in done.lines if "quoted" in line.get("text", "")]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_server_without_prefix_caching_hits_nothing(lab, prompt, tokens, serve, caching):
+    server = serve((200, json.dumps({"tokens": tokens})), caching=caching)
+    done = run("explain", "--prompt", prompt, "--url", server.url, root=lab.path)
+    assert done.exit_code == (0 if caching else 1)
+    assert ("prefix caching is off in this server" in " ".join(done.stdout.split())) is not caching
+
+
 def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
     lab.chunks(lab.namespace(), range(2))
     done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
     assert done.exit_code == 2
-    assert "expected IDENTITY, the root has 2 namespaces: " in done.stderr
+    assert "expected NAMESPACE, the root has 2 namespaces: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,7 +140,7 @@ def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
         (["--tokenizer", "no/such-model"], "expected a directory with tokenizer.json"),
         (["--tokenizer", "/no/such/model"], "/no/such/model: no such file or directory"),
         (["--tokenizer", "no/such/model"], "no/such/model: no such file or directory"),
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+        (["--url", "http://127.0.0.1:1"], "--url: http://127.0.0.1:1/metrics: "),
         (["--url", "what is this"], "--url: found 'what is this', expected http://HOST:PORT"),
     ],
 )

@@ -34,7 +34,7 @@ COMMANDS = {
     "import": "import {at}/archive --root {at}/new --create",
     "copy": "copy --to {at}/new --create",
     "diff": "diff org/model org/other",
-    "explain": f"explain org/model {key_of(1).hex()}",
+    "explain": "explain org/model --tokens [1,2,3]",
     "plan": "plan {at}/config.json",
     "version": "version",
     "completion": "completion bash",

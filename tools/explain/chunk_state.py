@@ -7,9 +7,9 @@ from what only the load will find, which is `check.judge`'s to say.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -139,12 +139,8 @@ def _has_length(path: str, nbytes: int | None) -> bool:
 
 
 def _kind_of(mode: int) -> str:
-    kinds: Sequence[tuple[bool, str]] = (
-        (stat.S_ISLNK(mode), "a symbolic link"),
-        (stat.S_ISDIR(mode), "a directory"),
-        (stat.S_ISFIFO(mode), "a fifo"),
-    )
-    return next((words for holds, words in kinds if holds), "a device or socket")
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a fifo"}
+    return kinds.get(stat.S_IFMT(mode), "a device or socket")
 
 
 def file_ranks(identity: Identity) -> tuple[int | None, ...]:
@@ -153,18 +149,10 @@ def file_ranks(identity: Identity) -> tuple[int | None, ...]:
     As the adapter names them: nothing with one rank; with `canonical_layout` the slices of KV heads, whose
     number is the end of `canonical_format`.
     """
+    number = math.prod(max(1, identity.topology.get(name, 1)) for name in ("tp", "pp", "pcp"))
     if identity.canonical_format is not None:
         slices = identity.canonical_format.rpartition("/")[2]
         number = int(slices) if slices.isdecimal() and len(slices) <= 6 else 0
-        if not 1 <= number <= _MAX_RANKS:
-            raise UsageError(
-                f"canonical_format: found {identity.canonical_format!r:.60}, expected a text that ends with "
-                f"the number of slices, 1 to {_MAX_RANKS}"
-            )
-    else:
-        number = 1
-        for name in ("tp", "pp", "pcp"):
-            number *= max(1, identity.topology.get(name, 1))
-        if number > _MAX_RANKS:
-            raise UsageError(f"topology: found {number:.6g} ranks, expected at most {_MAX_RANKS}")
+    if not 1 <= number <= _MAX_RANKS:
+        raise UsageError(f"topology, canonical_format: expected 1 to {_MAX_RANKS} files of a chunk")
     return (None,) if number == 1 else tuple(range(number))
