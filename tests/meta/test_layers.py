@@ -96,7 +96,7 @@ HOMES = {
     # replay --plot
     "matplotlib": ("tools.replay.report",),
     # explain --prompt
-    "tokenizers": ("tools.explain.text",),
+    "tokenizers": ("tools.explain.tokens",),
     # export --zstd
     "zstandard": ("tools.archive.compression",),
     # doctor --config, where vLLM is

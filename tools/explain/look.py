@@ -17,7 +17,6 @@ from ..terminal import iec
 from .chunk_state import FileState, GroupFiles, State
 from .prompt import Culprit, Prompt, Verdict, judge
 
-
 _OFF = (
     "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for this "
     "model), so fskv does nothing in it"
