@@ -150,13 +150,11 @@ def test_the_root_may_be_given_without_a_name(lab):
     assert run("doctor", lab.path, "--config", "{}").exit_code == 2
 
 
-def test_the_systems_own_file_system_is_hinted_at_where_the_root_is(tmp_path, monkeypatch):
-    told = tmp_path / "mountinfo"
-    told.write_text(LINE.format(point="/", kind="ext4", source="/dev/a", options=""))
-    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
-    assert [one.check for one in here(tmp_path / "kv")] == ["mount", "root"]
-    (tmp_path / "kv").mkdir()
-    assert "system's own" in levels(here(tmp_path / "kv"), "mount")[1][1]
+def test_the_systems_own_file_system_is_hinted_at():
+    text = LINE.format(point="/", kind="ext4", source="/dev/a", options="")
+    for path, levels in (("/kv", ["ok", "hint"]), ("/mnt/kv", ["ok"])):
+        told = text + LINE.format(point="/mnt", kind="ext4", source="/dev/b", options="")
+        assert [one.level for one in judge(mount_of(path, told))] == levels
 
 
 def test_with_no_write_nothing_is_tried(lab):

@@ -222,7 +222,10 @@ OPTIONS = "vllmConfig: {kvTransferConfig: JSON, blockSize: 16, shutdown-timeout:
         (SPLIT, ["enable_prefix_caching"]),
         (CHART, ["enable_prefix_caching", "enable_lora"]),
         (OPTIONS, []),
-        (f"{OPTIONS}\n---\nkind: A\nmetadata: {{name: b}}\nkv_transfer_config: JSON", ["A b: "]),
+        (
+            f"{OPTIONS}\n---\nkind: A\nmetadata: {{name: b}}\nkv_transfer_config: JSON",
+            ["document 2: "],
+        ),
         ("kv-transfer-config: JSON\nshutdown-timeout: 0", ["shutdown_timeout"]),
     ],
 )

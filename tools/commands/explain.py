@@ -15,7 +15,7 @@ from fskv.namespace import Identity
 from ..exits import CommandError, Exit, UsageError
 from ..explain import causes
 from ..explain.causes import Cause
-from ..explain.chunk_state import State
+from ..explain.chunk_state import ABSENT, GOOD
 from ..explain.look import ChunkLook, Report, group_words, look_at, span
 from ..explain.tokens import (
     PromptOption,
@@ -213,10 +213,10 @@ def _print_group(report: Report, position: int, looks: list[ChunkLook]) -> None:
 
 def _found(look: ChunkLook) -> str:
     worst = look.worst
-    if worst.state is State.GOOD:
+    if worst.state == GOOD:
         return f"good, from block {look.first_block} on" if look.first_block else "good"
-    good = sum(one.state is State.GOOD for one in look.states)
-    what = "no file" if worst.state is State.ABSENT else f"{worst.state.value}: {worst.detail}"
+    good = sum(one.state == GOOD for one in look.states)
+    what = "no file" if worst.state == ABSENT else f"{worst.state}: {worst.detail}"
     return what if not good else f"{what} (rank {worst.rank}; {good} of {len(look.states)} good)"
 
 

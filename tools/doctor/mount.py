@@ -51,14 +51,6 @@ def _mount(root: str) -> Mount | None:
         return mount_of(path.rstrip("/") or "/", file.read())
 
 
-def place(subject: Subject) -> Iterator[Finding]:
-    """Say where no mount is between a root that is there and the system."""
-    found = _mount(subject.path)
-    if found is not None and found.point == "/":
-        text = "the root is on the system's own file system"
-        yield hint("mount", text, "if a mount was meant, it is missing")
-
-
 def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     """Say what a mount means for a cache. Pure."""
     options, kind = mounted.options, _kind(mounted)
@@ -73,6 +65,9 @@ def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     else:
         advice = "see docs/filesystems.md and what follows; measure it with `fskv bench`"
         yield hint("mount", f"{text}: fskv was not tried on it", advice)
+    if mounted.point == "/":
+        advice = "if a mount was meant, it is missing"
+        yield hint("mount", "the root is on the system's own file system", advice)
     if "ro" in options and only_loads:
         yield note("mount", 'mounted read-only, which is enough for "store": false')
     elif "ro" in options:

@@ -25,7 +25,7 @@ _LEFT_S = 600  # that a process which hangs may stay
 _ADVICE = "is the server reachable? for an engine such a root is a miss: each load has a deadline"
 
 _OF_MACHINE = (machine.versions, machine.environment, machine.gpu, machine.gds)
-_OF_ROOT = (mount.place, contents.permissions, space.space)
+_OF_ROOT = (contents.permissions, space.space)
 _PROBES = (probes.write, probes.direct_io, probes.round_trip)
 _OF_CONTENTS = (contents.lease, contents.engines, contents.namespaces, contents.leftovers)
 

@@ -138,8 +138,8 @@ def _transfer(value: Any) -> Any:
 def _of_yaml(text: str) -> list[Given]:
     documents = _documents(text)
     found: list[Given] = []
-    for document in documents:
-        where = _title(document) if len(documents) > 1 else ""
+    for number, document in enumerate(documents, 1):
+        where = f"document {number}" if len(documents) > 1 else ""
         found += _inside({"": document}, where, _DEFAULTS)
     return found if len(found) > 1 else [replace(each, where="") for each in found]
 
@@ -154,7 +154,7 @@ def _inside(node: dict[Any, Any], where: str, beside: dict[str, Any]) -> Iterato
             continue
         listed = isinstance(value, list)
         for number, each in enumerate(value if listed else [value]):
-            at = f"{where}.{key}".strip(".") + (f"[{_name(each, number)}]" if listed else "")
+            at = f"{where}.{key}".strip(".") + (f"[{number}]" if listed else "")
             if isinstance(each, dict | list):
                 yield from _inside(each if isinstance(each, dict) else {"": each}, at, settings)
             elif _NAMED.search(str(each)) and not (listed and _IS_WORD.match(each)):
@@ -174,18 +174,6 @@ def _documents(text: str) -> list[Any]:
         return list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-
-
-def _title(document: Any) -> str:
-    """Name one of several documents as Kubernetes does."""
-    if not isinstance(document, dict):
-        return ""
-    return f"{document.get('kind')} {_name(document.get('metadata'), 0)}"
-
-
-def _name(node: Any, number: int) -> object:
-    name = node.get("name") if isinstance(node, dict) else None
-    return name if isinstance(name, str) else number
 
 
 def _settings_in(node: dict[Any, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..identity_words import headline, reasons
 from ..neighbours import living_heartbeats, wall_clock_ns
 from ..root_view import RootView
 from ..terminal import iec
-from .chunk_state import FileState, State
+from .chunk_state import ABSENT, GOOD, FileState
 from .look import ChunkLook, Report, hit_there, span
 from .tokens import Decode
 
@@ -85,7 +85,7 @@ def find(
         (look.chunk + 1) * prompt.tokens_per_chunk(position)
         for position, looks in enumerate(report.looks)
         for look in looks
-        if look.worst.state is State.GOOD or (look.key, position) in pruned
+        if look.worst.state == GOOD or (look.key, position) in pruned
     ]
     stored_tokens = max(ends, default=0)  # so far a prompt like this one was stored for certain
     seen, guessed = [], []
@@ -153,21 +153,21 @@ def _quote(tokens: Sequence[int], decode: Decode | None) -> str:
 
 def _why_bad(state: FileState, first_wanted: int) -> str:
     """Say what is wrong with a file that a lookup takes for a hit."""
-    if state.state is State.GOOD:
+    if state.state == GOOD:
         return (
             f"it holds the blocks from {state.first_block} on, and block {first_wanted} is needed: the "
             "blocks before had left the window when it was stored"
         )
-    return f"{state.state.value}: {state.detail}"
+    return f"{state.state}: {state.detail}"
 
 
 def _why_absent(kind: GroupKind, look: ChunkLook) -> str:
     """Say why a chunk is not there where its own files or its kind tell; else nothing."""
     for one in look.states:
-        if one.state not in (State.GOOD, State.ABSENT):
+        if one.state not in (GOOD, ABSENT):
             rank = "" if one.rank is None else f"rank {one.rank}: "
-            return f"{rank}{one.state.value}: {one.detail}"
-    gone = [one for one in look.states if one.state is State.ABSENT]
+            return f"{rank}{one.state}: {one.detail}"
+    gone = [one for one in look.states if one.state == ABSENT]
     if len(gone) < len(look.states):
         ranks = ", ".join(str(one.rank) for one in gone[:8])
         return f"the files of ranks {ranks} are missing and the others are there: stores of them failed"

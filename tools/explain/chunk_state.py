@@ -11,7 +11,6 @@ import math
 import os
 import stat
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fskv import namespace
 from fskv.format.chunk_file import FileLayout
@@ -25,42 +24,27 @@ _MAX_RANKS = 4096
 _MAX_CHUNK_NBYTES = 1 << 40
 
 
-class State(StrEnum):
-    """The first check that fails; `good` when none does."""
-
-    GOOD = "good"
-    ABSENT = "absent"
-    NO_FILE = "no regular file"
-    WRONG_SIZE = "wrong size"
-    STALE = "stale"
-    CORRUPT = "corrupt"
-    UNREADABLE = "unreadable"
-    CHANGING = "changing"
-
-    @property
-    def found(self) -> bool:
-        """Whether a lookup, which compares the length alone, takes it for a hit."""
-        return self not in (State.ABSENT, State.NO_FILE, State.WRONG_SIZE)
+GOOD, ABSENT, NO_FILE, WRONG_SIZE = "good", "absent", "no regular file", "wrong size"
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
+    """What is under the name of one file: the first check that fails, or GOOD."""
+
     path: str
     rank: int | None
-    state: State
+    state: str  # or one of check.judge's findings
     detail: str = ""  # what is wrong, in words
     nbytes: int | None = None
     mtime_ns: int | None = None
     first_block: int | None = None  # None where the header could not be read
 
+    @property
+    def found(self) -> bool:
+        """Whether a lookup, which compares the length alone, takes it for a hit."""
+        return self.state not in (ABSENT, NO_FILE, WRONG_SIZE)
 
-_STATES = {
-    Finding.CORRUPT: State.CORRUPT,
-    Finding.STALE: State.STALE,
-    Finding.UNREADABLE: State.UNREADABLE,
-    Finding.CHANGING: State.CHANGING,
-    Finding.VANISHED: State.ABSENT,
-}
+
 _NO_WAY = (errno.ENOTDIR, errno.ELOOP)
 
 
@@ -109,25 +93,26 @@ class GroupFiles:
         try:
             info = os.lstat(path)
         except FileNotFoundError:
-            return FileState(path, rank, State.ABSENT, "no such file")
+            return FileState(path, rank, ABSENT, "no such file")
         except OSError as error:
-            kind = State.NO_FILE if error.errno in _NO_WAY else State.UNREADABLE
+            kind = NO_FILE if error.errno in _NO_WAY else Finding.UNREADABLE
             return FileState(path, rank, kind, error.strerror or type(error).__name__)
         nbytes, mtime_ns = info.st_size, info.st_mtime_ns
         if not stat.S_ISREG(info.st_mode):
-            return FileState(path, rank, State.NO_FILE, f"{_kind_of(info.st_mode)} in its place")
+            return FileState(path, rank, NO_FILE, f"{_kind_of(info.st_mode)} in its place")
         if self.file_nbytes is not None and nbytes != self.file_nbytes:
             words = f"{nbytes} bytes, expected {self.file_nbytes}"
-            return FileState(path, rank, State.WRONG_SIZE, words, nbytes, mtime_ns)
+            return FileState(path, rank, WRONG_SIZE, words, nbytes, mtime_ns)
         chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
         found = judge(reader, path, chunk=chunk, expected=self.expected, rows=read_data)
         if found.header is None or found.bad:
             words = found.reason or "gone meanwhile"
-            return FileState(path, rank, _STATES[found.finding], words, nbytes, mtime_ns)
+            state = ABSENT if found.finding is Finding.VANISHED else found.finding
+            return FileState(path, rank, state, words, nbytes, mtime_ns)
         if found.header.key_hash != key:  # `judge` knows names alone
             words = f"holds another key of the same name: {found.header.key_hash.hex()}"
-            return FileState(path, rank, State.STALE, words, nbytes, mtime_ns)
-        return FileState(path, rank, State.GOOD, "", nbytes, mtime_ns, found.header.first_block)
+            return FileState(path, rank, Finding.STALE, words, nbytes, mtime_ns)
+        return FileState(path, rank, GOOD, "", nbytes, mtime_ns, found.header.first_block)
 
 
 def _has_length(path: str, nbytes: int | None) -> bool:

@@ -14,7 +14,7 @@ from fskv.namespace import Identity
 
 from ..check.judge import Reader
 from ..terminal import iec
-from .chunk_state import FileState, GroupFiles, State
+from .chunk_state import GOOD, FileState, GroupFiles
 from .prompt import Culprit, Prompt, Verdict, judge
 
 _OFF = (
@@ -34,11 +34,11 @@ class ChunkLook:
     @property
     def present(self) -> bool:
         """A lookup would call it a hit."""
-        return all(one.state.found for one in self.states)
+        return all(one.found for one in self.states)
 
     @property
     def worst(self) -> FileState:
-        return next((one for one in self.states if one.state is not State.GOOD), self.states[0])
+        return next((one for one in self.states if one.state != GOOD), self.states[0])
 
     @property
     def first_block(self) -> int:
@@ -90,7 +90,7 @@ class Report:
             for look in looks
             if self.use(position, look.chunk) == "wanted"
             for one in look.states
-            if one.state is State.GOOD
+            if one.state == GOOD
         ]
 
     @property
@@ -158,7 +158,7 @@ def look_at(
         ends = [looked(g, block, prompt.tail_key(end)) for g in range(len(files))]
         if all(look.present for look in ends):
             tail_tokens = end - verdict.hit_tokens
-            broken += [(g, look) for g, look in enumerate(ends) if look.worst.state != State.GOOD]
+            broken += [(g, look) for g, look in enumerate(ends) if look.worst.state != GOOD]
             break
     return Report(prompt, cache_salt, lora, files, looks, verdict, broken, tail_tokens, off)
 
@@ -172,7 +172,7 @@ def hit_there(path: str, identity: Identity, tokens: Sequence[int], report: Repo
 
 def _loads(prompt: Prompt, position: int, look: ChunkLook, hit_tokens: int) -> bool:
     wanted = prompt.first_wanted_block(position, look.chunk, hit_tokens)
-    return all(one.state is State.GOOD for one in look.states) and look.first_block <= wanted
+    return all(one.state == GOOD for one in look.states) and look.first_block <= wanted
 
 
 # --- words ----------------------------------------------------------------------------------
