@@ -86,9 +86,7 @@ def levels(found, check):
     return [(one.level, one.found) for one in found if one.check == check]
 
 
-@pytest.mark.parametrize(
-    ("version", "warns"), [("0.31.0", True), ("0.33.2", False), ("1.32.0", True), ("x", True)]
-)
+@pytest.mark.parametrize(("version", "warns"), [("0.31.0", True), ("0.33.2", False), ("x", True)])
 def test_a_vllm_that_was_never_run_is_a_warning(monkeypatch, version, warns):
     monkeypatch.setattr(machine, "_version", lambda name: version if name == "vllm" else None)
     assert levels(machine.versions(10.0), "vllm") == [(Level.WARNING, version)] * warns
@@ -249,21 +247,6 @@ def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
     ]
 
 
-def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
-    nothing = dict.fromkeys(
-        ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_favail"), 0
-    )
-    subject = Subject(lab.path, 10.0, True)
-    for answer, level in (
-        ({}, "hint"),
-        ({"f_frsize": 4096, "f_blocks": 9999, "f_bfree": 9999, "f_bavail": 9999}, "ok"),
-    ):
-        info = SimpleNamespace(**{**nothing, **answer})
-        monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
-        assert levels(list(space.space(subject)), "space")[0][0] == level
-        assert ("does not say" in run("du", root=lab.path).stdout) == (level == "hint")
-
-
 def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, monkeypatch):
     """A disk of 150 MiB with 4 MiB free, of which keep_free leaves 1 MiB: less than a chunk of 2.7 MiB."""
     where = lab.namespace(pages=(1_400_000, 1_400_000), blocks_per_chunk=1)
@@ -293,20 +276,6 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
     # What an engine is to have: a bound that is smaller than a chunk, and a share that is not there.
     assert [level for level, _ in judged(90, max_nbytes=1 << 20)] == ["problem", "ok"]
     assert [level for level, _ in judged(90, keep_free=Share(70.0))] == ["problem"]
-
-
-@pytest.mark.parametrize(("free_mib", "level"), [(4, "warning"), (6, "ok"), (3, "problem")])
-def test_an_empty_root_with_less_room_than_a_usual_file_is_no_good_root(
-    tmp_path, monkeypatch, free_mib, level
-):
-    """Of 150 MiB 3 are kept free. The control: with 3 MiB left it is ok."""
-    info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
-    info["f_bfree"] = info["f_bavail"]
-    info |= {"f_files": 0, "f_favail": 0}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
-    ((found, text),) = levels(here(tmp_path), "space")
-    assert found == level
-    assert level != "warning" or "1.00 MiB left, and a file of most models has" in text
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -339,26 +308,24 @@ def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
     assert everything_below(lab.path) == before
 
 
-def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
+def test_damaged_and_hostile_maintenance_files_are_findings(lab):
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(shared)
     lease = f"{shared}/lease.json"
-    for content in (b"", b"[" * 100_000, b"{}", b'{"holder": 3}', b"\xff" * 5000):
+    for content in (b"", b"[" * 100_000, b'{"holder": 3}', b"\xff" * 5000):
         with open(lease, "wb") as file:
             file.write(content)
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert of(done, "lease")[0][0] == "hint", content
-        assert done.exit_code == 0
+        assert levels(here(lab.path), "lease")[0][0] == "hint", content
     os.unlink(lease)
     os.mkfifo(lease)
     assert run("doctor", "--json", "--timeout", "5", root=lab.path).exit_code in (0, 1)
     os.unlink(lease)
     os.symlink("/dev/zero", lease)
-    # ELOOP: no lease of fskv's.
-    assert run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
     with open(f"{shared}/heartbeat-x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "engines")[0][0] == "note"
+    found = here(lab.path)
+    assert levels(found, "lease")[0][0] == "problem"  # ELOOP: no lease of fskv's
+    assert levels(found, "engines")[0][0] == "note"
 
 
 @pytest.mark.parametrize("denied", [True, False])
@@ -373,18 +340,6 @@ def test_heartbeats_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch
 
 def refused(*_):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-@pytest.mark.parametrize("denied", [True, False])
-def test_what_this_user_may_not_read_is_nothing_to_remove(lab, monkeypatch, denied):
-    """The control: a damaged manifest is of no use to anybody."""
-    where = lab.namespace()
-    text = "no permission; expected one" if denied else "no JSON"
-    monkeypatch.setattr(contents.Namespace, "problem", property(lambda _: text))
-    found = [one for one in here(lab.path) if one.check == "namespaces" and one.level == "problem"]
-    assert where.id in found[0].found
-    assert ("fskv rm" in found[0].advice) is not denied
-    assert ("engines' user" in found[0].advice) is denied
 
 
 @pytest.mark.parametrize("closed", ["chunks", "arch", None])
@@ -425,66 +380,66 @@ def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind)
 
 
 def test_leases_and_heartbeats_of_the_living_and_the_dead(lab):
-    where = lab.namespace()
-    engine = Capacity(lab.path, where.id, None, Limits(max_nbytes=5 << 30))
+    engine = Capacity(lab.path, lab.namespace().id, None, Limits(max_nbytes=5 << 30))
     engine.start()
     engine.wait_for_first_word()
     try:
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert "held by" in of(done, "lease")[0][1]
-        assert of(done, "lease")[0][0] == "ok"
-        assert "1 engine may be alive" in of(done, "engines")[0][1]
+        found = here(lab.path)
+        assert levels(found, "lease")[0][0] == "ok"
+        assert levels(found, "engines") == [("ok", "1 engine may be alive")]
     finally:
         engine.close()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    holder = f"{HOST}-{gone.pid}-{TOKEN}-1"
-    told = {
-        "holder": holder,
-        "host": HOST,
-        "pid": gone.pid,
-        "boot": TOKEN,
-        "since_ms": 0,
-        "beat": 1,
-    }
+    told = {"host": HOST, "pid": gone.pid, "boot": TOKEN, "since_ms": 0, "beat": 1}
     lease = f"{lab.path}/.fskv-maintenance/lease.json"
     wait_for(lambda: not os.path.exists(lease))
-    with open(lease, "w") as file:
-        json.dump(told, file)
-    assert "gone" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
-    told["holder"] = unique_name().replace(HOST, "elsewhere")
-    with open(lease, "w") as file:
-        json.dump(told, file)
-    os.utime(lease, (1, 1))
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][0] == "hint"
+    for holder, words in (
+        (f"{HOST}-{gone.pid}-{TOKEN}-1", "which is gone"),
+        (unique_name().replace(HOST, "elsewhere"), "renewed"),
+    ):
+        with open(lease, "w") as file:
+            json.dump({**told, "holder": holder}, file)
+        os.utime(lease, (1, 1))
+        ((level, found),) = levels(here(lab.path), "lease")
+        assert (level, words in found) == ("hint", True)
+
+
+def test_a_process_that_hangs_is_left_to_itself(lab, monkeypatch):
+    """It is stopped, as a call that hangs stops it; what it has begun it ends later."""
+    started, real = [], subprocess.Popen
+
+    def stopped(*args, **options):
+        started.append(real(*args, **options))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(rounds.subprocess, "Popen", stopped)
+    monkeypatch.setattr(rounds, "_START_S", 0.0)
+    monkeypatch.setattr(rounds, "_END_S", 0.1)
+    found = list(rounds.of_root(Subject(lab.path, 0.2, True)))
+    assert [one.level for one in found] == ["problem"]
+    assert "did not answer in 0.2 s" in found[0].found
+    os.kill(started[0].pid, signal.SIGCONT)
+    os.waitpid(started[0].pid, 0)
 
 
 @pytest.mark.parametrize(
-    ("quota", "max_nbytes", "level"),
-    [
-        (b"1073741824", 1 << 30, "warning"),
-        (b"1073741824", 900 << 20, None),
-        (b"no number", None, None),
-    ],
+    ("max_nbytes", "levels_"), [(None, ["warning"]), (1 << 30, ["warning"]), (900 << 20, [])]
 )
-def test_a_quota_of_cephfs_is_told_of_beside_the_bound(
-    tmp_path, monkeypatch, quota, max_nbytes, level
-):
-    """It may be of a directory above the root, and is met late. `make test-shared-fs` has a real one."""
+def test_a_quota_of_cephfs_is_told_of_beside_the_bound(tmp_path, monkeypatch, max_nbytes, levels_):
+    """It is of a directory above the root, and is met late. `make test-shared-fs` has a real one."""
     root = tmp_path / "kv"
     root.mkdir()
 
     def getxattr(path, name):
         if path != str(tmp_path) or name != "ceph.quota.max_bytes":
             raise OSError(errno.ENODATA, "No data available")
-        return quota
+        return b"1073741824"
 
     monkeypatch.setattr(os, "getxattr", getxattr)
-    told = () if max_nbytes is None else (Limits(max_nbytes=max_nbytes),)
-    subject = Subject(str(root), 5.0, False, told)
-    found = levels(list(space.space(subject)), "quota")
-    assert [each for each, _ in found] == ([] if level is None else [level])
-    assert all("hold 1.00 GiB" in text for _, text in found)
+    subject = Subject(str(root), 5.0, False, told=(Limits(max_nbytes=max_nbytes),))
+    assert [level for level, _ in levels(space.space(subject), "quota")] == levels_
 
 
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
@@ -533,19 +488,6 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
     read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
     assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_mount_that_cannot_rename_is_a_problem(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        mount.set({"errno": "ENOSYS", "ops": ["rename"]})
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert mount.fired()
-        assert [level for level, _ in of(done, "round trip")] == ["problem"]
-        mount.clear()
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert [level for level, _ in of(done, "round trip")] == ["ok"]
 
 
 def test_a_check_that_fails_is_a_problem():
@@ -608,15 +550,26 @@ def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path):
-    given = transfer(tmp_path / "nowhere", max_byte="1GiB", health_file="/no/where.json")
+    given = transfer(tmp_path / "nowhere", max_byte="1GiB", io_threads=0, health_file="/no/x.json")
     line = f"vllm serve M --no-enable-prefix-caching --kv-transfer-config '{json.dumps(given)}'"
     _, problems = configured(line)
-    assert [one["check"] for one in problems] == ["options", "options", "health file", "root"]
+    assert [one["check"] for one in problems] == ["options"] * 3 + ["health file", "root"]
     # The control: what is right is not told.
     (tmp_path / "nowhere").mkdir()
-    del given["kv_connector_extra_config"]["max_byte"]
+    for name in ("max_byte", "io_threads"):
+        del given["kv_connector_extra_config"][name]
     _, problems = configured(json.dumps(given))
     assert [one["check"] for one in problems] == ["health file"]
+
+
+def test_of_several_stores_on_one_root_the_tightest_bound_is_judged(lab):
+    inner = [transfer(lab.path, max_bytes=bound, keep_free=0) for bound in ("1GiB", "2GiB")]
+    done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
+    assert (problems, of(done, "bounds")[0][0]) == ([], "hint")
+    assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
+    # The control: where both have the same there is nothing to say.
+    alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
+    assert of(configured(json.dumps(alike))[0], "bounds") == []
 
 
 def test_a_store_that_only_loads_needs_no_room(lab):
@@ -626,30 +579,9 @@ def test_a_store_that_only_loads_needs_no_room(lab):
         assert [level for level, _ in of(done, "space")] == ["note"]
 
 
-@pytest.mark.parametrize("role", [None, "kv_bth"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_role_that_vllm_refuses_is_a_problem(lab, role, inside):
-    wrong = {**transfer(lab.path), "kv_role": role}
-    given = nested("MultiConnector", "connectors", wrong) if inside else wrong
-    done, problems = configured(json.dumps(given))
-    found = "found nothing" if role is None else "did you mean 'kv_both'?"
-    assert (done.exit_code, len(problems)) == (1, 1)
-    assert found in problems[0]["found"]
-
-
-def test_each_wrong_option_is_named(lab):
-    wrong = {"max_byte": "1GiB", "io_threads": 0, "keep_free": "many"}
-    given = transfer("w/ok", **wrong)
-    del given["kv_role"]
-    _, problems = configured(json.dumps(given))
-    named = [line["found"].split(":")[0] for line in problems]
-    assert sorted(named) == sorted([*(f"option '{name}'" for name in (*wrong, "root")), "kv_role"])
-
-
-@pytest.mark.parametrize("how", ["parts", "underscores", "YAML", "YAML of JSON"])
-def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
+@pytest.mark.parametrize("how", ["parts", "underscores"])
+def test_vllms_other_spellings_are_understood(lab, how):
     """Each twice: with an option that is wrong, too."""
-    pytest.importorskip("yaml")
     for bound, code in (("2TiB", 0), ("2TB", 1)):
         whole = json.dumps(transfer(lab.path, max_bytes=bound))
         prefix = "--kv-transfer-config"
@@ -661,25 +593,9 @@ def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
                 f"{prefix}.kv_connector_extra_config.root {lab.path} "
                 f"{prefix}.kv_connector_extra_config.max_bytes={bound}"
             )
-        elif how.startswith("YAML"):
-            path = tmp_path / "serve.yaml"
-            value = f"'{whole}'" if how == "YAML of JSON" else whole  # JSON is YAML
-            path.write_text(f"model: M\nshutdown-timeout: 10\nkv-transfer-config: {value}\n")
-            given = path
         done, problems = configured(given)
         assert (done.exit_code, len(problems)) == (code, code), problems
         assert code or of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
-
-
-@pytest.mark.parametrize("extra", ["&a {x: *a}", "{root: 2026-01-01}", "{? [1, 2] : 3}"])
-def test_yaml_that_no_json_could_say_is_one_sentence(tmp_path, extra):
-    pytest.importorskip("yaml")
-    path = tmp_path / "serve.yaml"
-    said = f"kv_connector: FskvConnector\n  kv_role: kv_both\n  kv_connector_extra_config: {extra}"
-    path.write_text(f"kv-transfer-config:\n  {said}\n")
-    done = fskv("doctor", "--config", str(path))
-    assert done.exit_code == 2, done
-    assert str(path) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -699,62 +615,21 @@ def test_whatever_is_around_a_store_is_looked_into(wrong):
     assert (done.exit_code, [line["check"] for line in problems]) == (1, ["options"])
 
 
-@pytest.mark.parametrize(
-    "how", ["JSON", "file", "file of Windows", "line", "file with a line", "="]
-)
+@pytest.mark.parametrize("how", ["JSON", "file of Windows", "line", "file with a line"])
 def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, how):
     """The control of all mistakes: what an engine takes has no problem, and the root is left as it was."""
     before = everything_below(lab.path)
     written = json.dumps(transfer(lab.path, max_bytes="2TiB"))
-    equals = "=" if how == "=" else " "
-    line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config{equals}'{written}'"
-    given = written if how in ("JSON", "file", "file of Windows") else line
+    line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config='{written}'"
+    given = line if how.endswith("line") else written
     if how.startswith("file"):
         path = tmp_path / "given"
-        mark = "\ufeff" * (how == "file of Windows")
-        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else mark + given)
+        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else f"\ufeff{given}")
         given = path
     done, problems = configured(given)
     assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
-    said = f"root {lab.path}, max_bytes 2.00 TiB"
-    assert of(done, "options") == [("ok", said)]
+    assert of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
     assert everything_below(lab.path) == before
-
-
-@pytest.mark.parametrize(
-    ("bound", "check", "words"),
-    [
-        ({"keep_free": "99.9%"}, ("space", "problem"), "nothing left"),
-        ({"max_bytes": "1024TiB"}, ("bounds", "hint"), "is more than the file system has"),
-        ({"max_bytes": "1GiB", "keep_free": 0}, ("space", "ok"), "max_bytes 1.00 GiB"),
-    ],
-)
-def test_bounds_that_do_not_fit_the_disk_are_findings(lab, bound, check, words):
-    done, _ = configured(json.dumps(transfer(lab.path, **bound)))
-    name, level = check
-    assert any(one == level and words in found for one, found in of(done, name)), done.stdout
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order):
-    bounds = [{"max_bytes": "1GiB", "keep_free": 0}, {"max_bytes": "2GiB", "keep_free": "1%"}]
-    inner = [transfer(lab.path, **each) for each in bounds[::order]]
-    done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
-    assert problems == []
-    assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
-    ((level, text),) = of(done, "bounds")
-    assert level == "hint"
-    assert text.endswith("the tightest hold for all")
-    # The control: where both have the same there is nothing to say.
-    alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
-    assert of(configured(json.dumps(alike))[0], "bounds") == []
-
-
-def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):
-    written = {**transfer(lab.path), "kv_load_failure_policy": "fail"}
-    done, _ = configured(f"vllm serve M --kv-transfer-config '{json.dumps(written)}'")
-    assert [level for level, _ in of(done, "options")] == ["hint", "hint", "ok"]
-    check_lines("doctor", done.lines)
 
 
 @pytest.mark.parametrize(
@@ -763,19 +638,13 @@ def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_a
         ("vllm serve M", "a line of `vllm serve` with --kv-transfer-config"),
         ("{", "--config: no JSON: Expecting"),
         ("vllm serve it's", "No closing quotation"),
-        ("--kv-transfer-config", "--config: no JSON: Expecting value"),
         ("no/such.json", "no/such.json: No such file or directory"),
-        ("empty", "fskv: empty: found nothing, expected"),
         ("line", "fskv: line: found vllm serve M, expected"),
-        ("quote", "fskv: quote: No closing quotation"),
     ],
 )
 def test_what_is_no_configuration_is_one_sentence(given, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").touch()
     (tmp_path / "line").write_text("vllm serve M")
-    (tmp_path / "quote").write_text("vllm serve it's")
     done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
-    assert done.stderr.count("no JSON") <= 1

@@ -197,10 +197,6 @@ spec:
 ---
 kind: Service
 """
-SPLIT = """
-command: [vllm, serve, m, --no-enable-prefix-caching, --shutdown-timeout, 10]
-args: ['--kv-transfer-config=JSON']
-"""
 CHART = """
 servingEngineSpec:
   modelSpec:
@@ -219,7 +215,6 @@ OPTIONS = "vllmConfig: {kvTransferConfig: JSON, blockSize: 16, shutdown-timeout:
     [
         (COMPOSE, ["services.one: VLLM_PLUGINS", "services.two: enable_lora"]),
         (POD, ["kv_offloading_size", "VLLM_PLUGINS", "shutdown_timeout"]),
-        (SPLIT, ["enable_prefix_caching"]),
         (CHART, ["enable_prefix_caching", "enable_lora"]),
         (OPTIONS, []),
         (
@@ -252,16 +247,10 @@ def test_what_this_repository_deploys_is_read():
         ("x: &x [*x, --kv-transfer-config]", "nested too deep"),
         ("kv-transfer-config: &x {kv_connector: *x}", "Circular reference"),
         ("[" * 30_000, "nested too deep"),
-        ("kv-transfer-config: {a: 2026-13-45}", "month must be in 1..12"),
         ("kv-transfer-config: 2026-01-01", "no JSON could say this"),
-        (f"? [1, 2]\n: 3\n? 2026-01-01\n: {{null: ['--kv-transfer-config={whole()}']}}", "unhash"),
-        (f"1: {{null: ['--kv-transfer-config={whole()}', 5, 2026-01-01]}}\n2: no", None),
         ("args: [--kv-transfer-config, $(KV)]", "found $(KV), expected JSON"),
-        ("args: [--kv-transfer-config]", "no JSON"),
-        ('args: ["vllm serve --kv-transfer-config \'"]', "No closing quotation"),
         ("args:\n{{- range .Values.args }}\n  - {{ . }}\n{{- end }}", "could not find expected"),
         ("!!python/object:os.system x", "could not determine a constructor"),
-        ("kv-transfer-config: null", "found no kv-transfer-config"),
         ("", "found no kv-transfer-config"),
     ],
 )
@@ -269,9 +258,6 @@ def test_no_yaml_is_more_than_a_sentence(tmp_path, text, words):
     pytest.importorskip("yaml")
     path = tmp_path / "values.yaml"
     path.write_text(text)
-    if words is None:
-        assert read(str(path)).stores
-        return
     with pytest.raises(UsageError) as refused:
         read(str(path))
     assert words in str(refused.value)
