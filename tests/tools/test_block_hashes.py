@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from world import make_identity
 
 block_hashes = pytest.importorskip("fskv_tools.block_hashes")
-exits = pytest.importorskip("fskv_tools.exits")
 
 TOKENS = random.Random(7).sample(range(200_000), 100)
 
@@ -118,21 +117,6 @@ def test_only_whole_blocks_have_a_key():
     assert len(ours("sha256", tokens=TOKENS[:16])) == 1
     assert ours("sha256", tokens=TOKENS[:31]) == ours("sha256", tokens=TOKENS[:16])
     assert ours("sha256", tokens=[]) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"hash_algorithm": "xxhash", "hash_seed": "default"}, "random seed"),
-        ({"hash_algorithm": "blake3", "hash_seed": "default"}, "hash_algorithm"),
-        ({"hash_seed": "something"}, "hash_seed"),
-        ({"engine": "other"}, "engine"),
-        ({"tokens_per_hash": 0, "hash_seed": "default"}, "tokens_per_hash"),
-    ],
-)
-def test_what_cannot_be_known_is_refused_in_one_sentence(changes, sentence):
-    with pytest.raises(exits.UsageError, match=sentence):
-        list(block_hashes.block_hashes(make_identity(**changes), TOKENS))
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**64), 2**64 - 1) | st.binary() | st.text()

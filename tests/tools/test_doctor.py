@@ -21,7 +21,7 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import contents, machine, mount, probes, rounds, space
+from fskv_tools.doctor import machine, mount, probes, rounds, space
 from fskv_tools.doctor.finding import Level, Subject
 from fskv_tools.doctor.mount import judge
 
@@ -63,17 +63,10 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
     check_lines("doctor", done.lines)
 
 
-def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
+def test_without_a_root_it_looks_at_the_machine():
     done = run("doctor", *PATIENT, "--json")
     assert done.exit_code == 0
     assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "GPU"}
-    code = (
-        "import sys; from fskv_tools.cli import app\n"
-        "try: app(['doctor', '--json'])\nexcept SystemExit: pass\n"
-        "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert not set(done.stderr.split()) & {"torch", "vllm", "kvikio", "matplotlib"}
 
 
 def here(root, **changes):
@@ -134,33 +127,23 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
 
 def test_problems_come_first(tmp_path):
     root = tmp_path / "kv"
-    lines = run("doctor", *PATIENT, root=root).stdout.splitlines()
+    lines = run("doctor", *PATIENT, root).stdout.splitlines()
     told = [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
     found = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
     for each in (told, found):
         assert each == sorted(each, key=list(Level).index)
         assert each[0] == Level.PROBLEM
+    assert run("doctor", root, "--config", "{}").exit_code == 2
 
 
-def test_the_root_may_be_given_without_a_name(lab):
-    done = run("doctor", *PATIENT, "--json", "--no-write", lab.path)
-    assert done.summary["root"] == lab.path
-    assert run("doctor", lab.path, "--config", "{}").exit_code == 2
-
-
-def test_the_systems_own_file_system_is_hinted_at():
-    text = LINE.format(point="/", kind="ext4", source="/dev/a", options="")
-    for path, levels in (("/kv", ["ok", "hint"]), ("/mnt/kv", ["ok"])):
-        told = text + LINE.format(point="/mnt", kind="ext4", source="/dev/b", options="")
-        assert [one.level for one in judge(mount_of(path, told))] == levels
-
-
-def test_with_no_write_nothing_is_tried(lab):
-    stamp = os.stat(lab.path).st_mtime_ns
-    done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
-    assert done.exit_code == 0
-    assert os.stat(lab.path).st_mtime_ns == stamp
-    assert [level for level, _ in of(done, "write")] == ["note"]
+def test_with_no_write_nothing_is_tried_and_strange_entries_stay(lab):
+    spoil(lab, lab.namespace())
+    before, stamp = everything_below(lab.path), os.stat(lab.path).st_mtime_ns
+    for options, level in ((["--no-write"], "note"), ([], "ok")):
+        done = fskv("doctor", *PATIENT, *options, "--json", root=lab.path)
+        assert (done.exit_code, of(done, "write")[0][0]) == (0, level)
+        assert everything_below(lab.path) == before
+        assert (os.stat(lab.path).st_mtime_ns == stamp) is bool(options)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -233,7 +216,7 @@ def test_where_o_direct_is_refused_it_is_a_hint(lab, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step_ns", "level"), [(1, "ok"), (1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
+    ("step_ns", "level"), [(1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
 )
 def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
     real = os.utime
@@ -297,17 +280,6 @@ def test_interrupted_it_leaves_nothing(tmp_path):
         wait_for(lambda: everything_below(mount.backing) == before)
 
 
-def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
-    where = lab.namespace()
-    lab.chunks(where, range(5))
-    spoil(lab, where)
-    before = everything_below(lab.path)
-    done = fskv("doctor", *PATIENT, root=lab.path)
-    assert done.exit_code == 0, done.stdout
-    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    assert everything_below(lab.path) == before
-
-
 def test_damaged_and_hostile_maintenance_files_are_findings(lab):
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(shared)
@@ -342,39 +314,27 @@ def refused(*_):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-@pytest.mark.parametrize("closed", ["chunks", "arch", None])
+@pytest.mark.parametrize("closed", [True, False])
 def test_what_may_not_be_listed_is_a_problem_and_does_not_end_the_look(lab, monkeypatch, closed):
-    where = lab.namespace()
-    lab.chunks(where, range(3))
+    where, real = lab.namespace(), os.scandir
     arch = where.id.partition("/")[0]
-    real = os.scandir
 
     def scandir(at="."):
-        return refused() if str(at) == f"{lab.path}/{arch}" else real(at)
+        return refused() if closed and str(at) == f"{lab.path}/{arch}" else real(at)
 
-    if closed == "chunks":
-        monkeypatch.setattr(contents.Namespace, "shards", refused)
-    elif closed == "arch":
-        monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "scandir", scandir)
     problems = [one for one in here(lab.path) if one.level == "problem"]
-    expected = {"chunks": ["leftovers"], "arch": ["namespaces"], None: []}
-    assert [one.check for one in problems] == expected[closed]
-    if closed == "arch":
-        assert problems[0].found == f"0 besides those in what cannot be listed: {arch}"
-        assert "engines' user" in problems[0].advice
+    assert [one.check for one in problems] == ["namespaces"] * closed
+    assert not closed or arch in problems[0].found
 
 
-@pytest.mark.parametrize("kind", ["a loop", "a file", "a fifo", "a directory"])
+@pytest.mark.parametrize("kind", ["a loop", "a fifo", "a directory"])
 def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind):
     shared = f"{lab.path}/.fskv-maintenance"
     if kind == "a loop":
         os.symlink(".fskv-maintenance", shared)
-    elif kind == "a file":
-        os.close(os.open(shared, os.O_CREAT))
-    elif kind == "a fifo":
-        os.mkfifo(shared)
     else:
-        os.mkdir(shared)
+        (os.mkfifo if kind == "a fifo" else os.mkdir)(shared)
     problems = [one.check for one in here(lab.path) if one.level == "problem"]
     assert problems == ([] if kind == "a directory" else ["owner of maintenance"])
 
@@ -445,11 +405,9 @@ def test_a_quota_of_cephfs_is_told_of_beside_the_bound(tmp_path, monkeypatch, ma
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     one = lab.namespace()
     other = lab.namespace(kv_cache_dtype="fp8")
-    done = run("doctor", *PATIENT, "--json", root=lab.path)
-    ((level, found),) = [f for f in of(done, "namespaces") if f[1] != "2"]
+    ((level, found),) = [each for each in levels(here(lab.path), "namespaces") if each[1] != "2"]
     assert level == "hint"
-    assert one.identity.digest16 in found
-    assert other.identity.digest16 in found
+    assert all(each in found for each in (one.identity.digest16, other.identity.digest16))
     assert "kv_cache_dtype" in found
     with open(f"{one.directory.path}/namespace.json", "w") as file:
         file.write("{")
@@ -484,10 +442,10 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     text += LINE.format(point="/mnt/k\\040v", kind=kind, source="server:/x", options=options)
     mount = mount_of("/mnt/k v/root", text)
     assert (mount.point, mount.kind) == ("/mnt/k v", kind)
-    assert mount_of("/mnt/k vx", text).point == "/"
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
-    read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
-    assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
+    of_system = [one.found for one in judge(mount_of("/mnt/k vx", text))]
+    assert "system's own" in of_system[1]
+    assert not any("system's own" in one.found for one in judge(mount))
 
 
 def test_a_check_that_fails_is_a_problem():
@@ -536,7 +494,6 @@ MISTAKES = {
     "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
     "no root": ({"root": None}, "'root': found None"),
     "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
-    "a file": ({"root": "/etc/hostname"}, "is not a directory"),
     "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
 }
 
@@ -567,9 +524,6 @@ def test_of_several_stores_on_one_root_the_tightest_bound_is_judged(lab):
     done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
     assert (problems, of(done, "bounds")[0][0]) == ([], "hint")
     assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
-    # The control: where both have the same there is nothing to say.
-    alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
-    assert of(configured(json.dumps(alike))[0], "bounds") == []
 
 
 def test_a_store_that_only_loads_needs_no_room(lab):
@@ -579,33 +533,12 @@ def test_a_store_that_only_loads_needs_no_room(lab):
         assert [level for level, _ in of(done, "space")] == ["note"]
 
 
-@pytest.mark.parametrize("how", ["parts", "underscores"])
-def test_vllms_other_spellings_are_understood(lab, how):
-    """Each twice: with an option that is wrong, too."""
-    for bound, code in (("2TiB", 0), ("2TB", 1)):
-        whole = json.dumps(transfer(lab.path, max_bytes=bound))
-        prefix = "--kv-transfer-config"
-        given = f"vllm serve M --shutdown-timeout 10 --kv_transfer_config '{whole}'"
-        if how == "parts":
-            given = (
-                f"vllm serve M --shutdown-timeout=10 {prefix}.kv_connector FskvConnector "
-                f"{prefix}.kv_role=kv_both {prefix}.kv_load_failure_policy recompute "
-                f"{prefix}.kv_connector_extra_config.root {lab.path} "
-                f"{prefix}.kv_connector_extra_config.max_bytes={bound}"
-            )
-        done, problems = configured(given)
-        assert (done.exit_code, len(problems)) == (code, code), problems
-        assert code or of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         transfer("/x", "FskvConector"),
         nested("FskvMultiConnector", "connectors", transfer("relative")),
-        nested("MultiConnector", "connectors", transfer("relative")),
         nested("OffloadingConnector", "secondary_tiers", {"type": "FskvTier", "root": "relative"}),
-        nested("OffloadingConnector", "secondary_tiers", {"type": "Another"}),
         {"root": "/mnt/kv"},
     ],
     ids=json.dumps,
