@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import stat
@@ -10,20 +9,18 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
-from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.lease import SHARED_DIR
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.observe.health_file import check_directory
-from fskv.root.process_id import provably_dead
 from fskv.root.root import Root
 
 from ..exits import UNSEEN
+from ..neighbours import living_heartbeats, wall_clock_ns
 from ..root_view import Namespace, RootView, Unlistable
-from ..terminal import duration, many, show
+from ..terminal import many, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
 
-_STALE_LEASE_S = 60.0
 _MAX_SHARDS = 256  # of a namespace: enough to see what is there
 _MAX_PAIRS = 5
 _NO_PERMISSION = "no permission"
@@ -92,43 +89,11 @@ def _judge(check: str, where: str, info: os.stat_result) -> Finding:
     return ok(check, f"uid {info.st_uid}, mode {mode:04o}")
 
 
-def _shared(subject: Subject) -> str | None:
-    """Return the directory of the maintenance files; None where there is none."""
-    path = f"{subject.path}/{SHARED_DIR}"
-    with contextlib.suppress(FileNotFoundError):
-        return path if stat.S_ISDIR(os.lstat(path).st_mode) else None
-    return None
-
-
-def lease(subject: Subject) -> Iterator[Finding]:
-    """Say who counts and prunes."""
-    if (shared := _shared(subject)) is None:
-        return
-    try:
-        told, mtime_s = read_lease(f"{shared}/{LEASE_FILE}")
-    except FileNotFoundError:
-        yield note("lease", "nobody counts and prunes: no engine runs, or they start just now")
-        return
-    if told is None:
-        yield hint("lease", "cannot be read", "the next engine takes it")
-        return
-    age_s = max(0.0, time.time() - mtime_s)
-    text = f"held by {told.host[:80]}, process {told.pid}, renewed {duration(age_s)} ago"
-    if provably_dead(told.holder):
-        yield hint("lease", f"{text}, which is gone", "the next engine takes it within seconds")
-    elif age_s > _STALE_LEASE_S:
-        yield hint("lease", text, "where engines run, look at that process, or at the clocks")
-    else:
-        yield ok("lease", text)
-
-
 def engines(subject: Subject) -> Iterator[Finding]:
     """Say how many engines share the root."""
-    shared = _shared(subject)
-    found = SharedFiles(shared).heartbeats() if shared else []
-    alive = [beat for beat in found if not provably_dead(beat.name)]
+    alive = living_heartbeats(subject.path, wall_clock_ns())
     if alive:
-        yield ok("engines", f"{many(len(alive), 'engine')} may be alive")
+        yield ok("engines", many(len(alive), "engine or watcher lives", "engines or watchers live"))
     else:
         yield note("engines", "none is alive")
     if any(beat.full for beat in alive):
@@ -166,26 +131,18 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
         yield hint("namespaces", text, advice)
 
 
-def leftovers(subject: Subject) -> Iterator[Finding]:
-    """Look for old parts, and for what cannot be listed; in large namespaces in some directories."""
-    old = unlistable = looked = 0
+def directories(subject: Subject) -> Iterator[Finding]:
+    """Look for directories of chunks that cannot be listed; in large namespaces at some of them."""
+    unlistable = looked = 0
     end = time.monotonic() + subject.timeout_s / 2
-    now = time.time()
     for one in RootView.open(subject.path).namespaces():
         for shard in itertools.islice(one.walk(), _MAX_SHARDS):
             looked += 1
-            if isinstance(shard, Unlistable):
-                unlistable += 1
-                continue
-            old += sum(now - part.mtime_ns / 1e9 > 3600 for part in shard.parts)
+            unlistable += isinstance(shard, Unlistable)
             if time.monotonic() > end:
                 break
-    text = f"in {looked:,} directories of chunks"
     if unlistable:
-        found = f"{unlistable} {text} cannot be listed"
-        yield problem("leftovers", found, "see permissions, or the disk")
-    elif old:
-        found = f"{old} unfinished files {text} are older than an hour"
-        yield hint("leftovers", found, "`fskv gc` removes them, or the next engine")
+        found = f"{unlistable} of {looked:,} cannot be listed"
+        yield problem("directories", found, "see permissions, or the disk")
     else:
-        yield ok("leftovers", f"none {text}")
+        yield ok("directories", f"{looked:,} can be listed")

@@ -27,7 +27,7 @@ _ADVICE = "is the server reachable? for an engine such a root is a miss: each lo
 _OF_MACHINE = (machine.versions, machine.environment, machine.gpu, machine.gds)
 _OF_ROOT = (contents.permissions, space.space)
 _PROBES = (probes.write, probes.direct_io, probes.round_trip)
-_OF_CONTENTS = (contents.lease, contents.engines, contents.namespaces, contents.leftovers)
+_OF_CONTENTS = (contents.engines, contents.namespaces, contents.directories)
 
 
 def look(check: Callable[[Any], Iterable[Finding]], about: Any) -> Iterator[Finding]:

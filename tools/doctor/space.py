@@ -14,8 +14,6 @@ from ..root_view import RootView
 from ..terminal import iec, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
 
-_USUAL_NBYTES = 2 << 20  # what the option hybrid_chunk_size aims at by default
-
 
 def space(subject: Subject) -> Iterator[Finding]:
     if subject.only_loads:
@@ -54,10 +52,6 @@ def _ceph_quota(root: str, most: int | None) -> Iterator[Finding]:
 
 def _judge(bound: room.Bound, nbytes: int, whose: str) -> Finding:
     too_small = bound.is_too_small(nbytes)
-    if not nbytes and not too_small and bound.is_too_small(_USUAL_NBYTES):
-        usual = f"and a file of most models has at least {iec(_USUAL_NBYTES)}"
-        text = f"{bound.words}: {iec(bound.left)} left, {usual}"
-        return warning("space", text, "an engine may store nothing: make room, or change the bound")
     if not too_small and not bound.refuses(nbytes):
         return ok("space", bound.words)
     left = f"{iec(bound.left)} left, " if bound.left > 0 else "nothing left, "
