@@ -175,8 +175,8 @@ def with_a_fifo(path):
     [
         (os.unlink, "no such file"),
         (with_wrong_size, "wrong size"),
-        (with_a_link, "symbolic link"),
-        (with_a_fifo, "fifo"),
+        (with_a_link, "no regular file"),
+        (with_a_fifo, "no regular file"),
     ],
 )
 def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):

@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fskv import namespace
 from fskv.format.chunk_file import FileLayout
@@ -22,8 +22,7 @@ from ..exits import UsageError
 
 _MAX_RANKS = 4096
 _MAX_CHUNK_NBYTES = 1 << 40
-
-
+_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
 GOOD, ABSENT, NO_FILE, WRONG_SIZE = "good", "absent", "no regular file", "wrong size"
 
 
@@ -43,9 +42,6 @@ class FileState:
     def found(self) -> bool:
         """Whether a lookup, which compares the length alone, takes it for a hit."""
         return self.state not in (ABSENT, NO_FILE, WRONG_SIZE)
-
-
-_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -82,13 +78,14 @@ class GroupFiles:
 
     def looks_present(self, key: bytes) -> bool:
         """Answer as the engine's lookup does: every rank's file is there with its length."""
-        return all(_has_length(self.path(key, rank), self.file_nbytes) for rank in self.ranks)
+        return all(self._seen(key, rank).found for rank in self.ranks)
 
     def states(self, key: bytes, reader: Reader, *, read_data: bool) -> tuple[FileState, ...]:
         """Check the file of every rank of one chunk."""
-        return tuple(self._state(key, rank, reader, read_data) for rank in self.ranks)
+        return tuple(self._loaded(key, rank, reader, read_data) for rank in self.ranks)
 
-    def _state(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
+    def _seen(self, key: bytes, rank: int | None) -> FileState:
+        """Look at a file as a lookup does."""
         path = self.path(key, rank)
         try:
             info = os.lstat(path)
@@ -99,33 +96,26 @@ class GroupFiles:
             return FileState(path, rank, kind, error.strerror or type(error).__name__)
         nbytes, mtime_ns = info.st_size, info.st_mtime_ns
         if not stat.S_ISREG(info.st_mode):
-            return FileState(path, rank, NO_FILE, f"{_kind_of(info.st_mode)} in its place")
+            return FileState(path, rank, NO_FILE, "a link, a directory or a device in its place")
         if self.file_nbytes is not None and nbytes != self.file_nbytes:
             words = f"{nbytes} bytes, expected {self.file_nbytes}"
             return FileState(path, rank, WRONG_SIZE, words, nbytes, mtime_ns)
+        return FileState(path, rank, GOOD, "", nbytes, mtime_ns)
+
+    def _loaded(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
+        """Look at a file as a load does."""
+        seen = self._seen(key, rank)
+        if seen.state != GOOD:
+            return seen
         chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
-        found = judge(reader, path, chunk=chunk, expected=self.expected, rows=read_data)
+        found = judge(reader, seen.path, chunk=chunk, expected=self.expected, rows=read_data)
         if found.header is None or found.bad:
-            words = found.reason or "gone meanwhile"
             state = ABSENT if found.finding is Finding.VANISHED else found.finding
-            return FileState(path, rank, state, words, nbytes, mtime_ns)
+            return replace(seen, state=state, detail=found.reason or "gone meanwhile")
         if found.header.key_hash != key:  # `judge` knows names alone
             words = f"holds another key of the same name: {found.header.key_hash.hex()}"
-            return FileState(path, rank, Finding.STALE, words, nbytes, mtime_ns)
-        return FileState(path, rank, GOOD, "", nbytes, mtime_ns, found.header.first_block)
-
-
-def _has_length(path: str, nbytes: int | None) -> bool:
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISREG(info.st_mode) and (nbytes is None or info.st_size == nbytes)
-
-
-def _kind_of(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a fifo"}
-    return kinds.get(stat.S_IFMT(mode), "a device or socket")
+            return replace(seen, state=Finding.STALE, detail=words)
+        return replace(seen, first_block=found.header.first_block)
 
 
 def file_ranks(identity: Identity) -> tuple[int | None, ...]:
