@@ -120,6 +120,10 @@ def test_a_window_needs_the_chunks_at_the_end_of_the_hit_only(lab):
     assert (missing.hit_tokens, missing.lookup_tokens) == (0, 0)
     assert "group 1 (sliding window 40) lacks chunk 9" in missing.verdict
     assert "--prefix-cache-retention-interval" in missing.causes
+    # Where the prompts part before, that is the cause, and the window follows from it.
+    other = lab.explain(one, tokens=[*TOKENS[:100], TOKENS[100] + 1, *TOKENS[101:]])
+    assert {line["group"] for line in other.whys} == {0}
+    assert "differs from the stored ones in tokens 96 to 127" in other.whys[0]["text"]
 
 
 def test_a_hit_goes_on_inside_a_block_to_where_an_earlier_prompt_ended(lab):

@@ -89,7 +89,10 @@ def find(
     ]
     stored_tokens = max(ends, default=0)  # so far a prompt like this one was stored for certain
     seen, guessed = [], []
-    for culprit in report.verdict.culprits:
+    parted = prompt.num_tokens  # from this token on no stored prompt is like this one
+    lacking = [one for one in report.verdict.culprits if one.missing]
+    lacking.sort(key=lambda one: one.missing[0] * prompt.tokens_per_chunk(one.position))
+    for culprit in lacking:
         group, size = prompt.groups[culprit.position], prompt.tokens_per_chunk(culprit.position)
         by_text: dict[str, list[int]] = {}
         for chunk in culprit.missing:
@@ -97,19 +100,21 @@ def find(
             text = _why_absent(group.kind, look)
             if (look.key, culprit.position) in pruned:
                 text = _pruned(bounds)
+            elif text in ("", _WINDOWED) and chunk * size >= parted:
+                continue  # it is not there because the prompts have parted
             elif not text and (chunk + 1) * size <= stored_tokens:
                 text = _REMOVED
             by_text.setdefault(text, []).append(chunk)
         unseen = by_text.pop("", [])
         for text, chunks in by_text.items():
-            seen += [
-                Cause(text, group.group_idx, first, last)
-                for first, last in _runs(chunks)[:_MAX_TOLD]
-            ]
+            runs = _runs(chunks)[:_MAX_TOLD]
+            seen += [Cause(text, group.group_idx, first, last) for first, last in runs]
         if unseen:
-            start, end = unseen[0] * size, (unseen[0] + 1) * size
-            quoted = _quote(tokens[start:end], decode)
-            text = f"the prompt differs from the stored ones in tokens {start} to {end - 1}{quoted}"
+            parted, end = unseen[0] * size, (unseen[0] + 1) * size
+            quoted = _quote(tokens[parted:end], decode)
+            text = (
+                f"the prompt differs from the stored ones in tokens {parted} to {end - 1}{quoted}"
+            )
             guessed += [
                 Cause(each, group.group_idx, unseen[0], unseen[-1])
                 for each in (text, _ENDED if stored_tokens else _FIRST, _RECENT)
