@@ -199,34 +199,28 @@ def test_a_read_only_root_is_a_problem_unless_engines_only_load(lab, monkeypatch
     assert [level for level, _ in levels(loads, "write")] == ["note"]
 
 
-def test_where_o_direct_is_refused_it_is_a_hint(lab, monkeypatch):
-    real = os.open
+@pytest.mark.parametrize(
+    ("step_ns", "level"), [(1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
+)
+def test_coarse_times_wrong_clocks_and_no_o_direct_are_told(lab, monkeypatch, step_ns, level):
+    utime, now, opened, subject = os.utime, time.time, os.open, Subject(lab.path, 10.0, True)
+
+    def coarse(path, ns=None):
+        utime(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
 
     def no_direct(path, flags, *rest, **more):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **more)
+        return opened(path, flags, *rest, **more)
 
-    assert levels(here(lab.path), "O_DIRECT")[0][0] == "ok"
-    monkeypatch.setattr(os, "open", no_direct)
-    found = here(lab.path)
-    assert levels(found, "O_DIRECT")[0][0] == "hint"
-    assert Level.PROBLEM not in {one.level for one in found}
-
-
-@pytest.mark.parametrize(
-    ("step_ns", "level"), [(1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
-)
-def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
-    real = os.utime
-
-    def coarse(path, ns=None):
-        real(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
-
+    assert [one.level for one in probes.direct_io(subject)] == ["ok"]
     monkeypatch.setattr(os, "utime", coarse)
-    assert [found for found, _ in levels(probes.write(Subject(lab.path, 10.0, True)), "mtime")] == [
-        level
-    ]
+    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(probes.time, "time", lambda: now() + 7200)
+    found = list(probes.write(subject))
+    assert [each for each, _ in levels(found, "mtime")] == [level]
+    assert [each for each, _ in levels(found, "clock")] == ["warning"]
+    assert [one.level for one in probes.direct_io(subject)] == ["hint"]
 
 
 def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, monkeypatch):
@@ -425,14 +419,6 @@ def test_a_check_that_fails_is_a_problem():
 
     (found,) = rounds.look(fails, None)
     assert (found.check, found.level) == ("fails", Level.PROBLEM)
-
-
-def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
-    real = time.time
-    monkeypatch.setattr(probes.time, "time", lambda: real() + 3600)
-    ((level, found),) = levels(here(lab.path), "clock")
-    assert level == "warning"
-    assert "behind" in found
 
 
 # --- what an engine is told ---------------------------------------------------------------------

@@ -31,8 +31,9 @@ def whole(role="kv_both", policy="recompute", beside=(), **options):
     )
 
 
-def line(before="", after=STOPS, **options):
-    return f"{before} vllm serve {after} --kv-transfer-config '{whole(**options)}' M"
+def line(*options, before="", stops=STOPS, **given):
+    words = " ".join((before, "vllm serve", stops, *options))
+    return f"{words} --kv-transfer-config '{whole(**given)}' M"
 
 
 def judged(given):
@@ -42,78 +43,67 @@ def judged(given):
     return [(level, words[1] if len(words) > 1 else words[0]) for level, words in names]
 
 
-# By setting: a line that has it, and lines that do not, each of which looks alike.
+# A line that has a setting, and lines that do not, each of which looks alike.
+TENSORIZER, ELASTIC = "--load-format tensorizer", "--enable-elastic-ep"
 EXAMPLES = [
     (
         "kv_offloading_size",
-        line(after=f"{STOPS} --kv-offloading-size 512 --kv-offloading-backend native"),
-        [line(after=f"{STOPS} --kv-offloading-backend native")],
+        line("--kv-offloading-size 512 --kv-offloading-backend native"),
+        [line("--kv-offloading-backend native")],
     ),
     (
         "VLLM_PLUGINS",
-        line("HF_HOME=/x VLLM_PLUGINS=lora_filesystem_resolver"),
-        [line("VLLM_PLUGINS=lora_filesystem_resolver,fskv"), line("export VLLM_PLUGINS=fskv;")],
+        line(before="HF_HOME=/x VLLM_PLUGINS=lora_filesystem_resolver"),
+        [line(before="VLLM_PLUGINS=other,fskv"), line(before="export VLLM_PLUGINS=fskv;")],
     ),
-    ("VLLM_PLUGINS", line("docker run --env=VLLM_PLUGINS= -v /x:/x"), [line("docker run")]),
+    ("VLLM_PLUGINS", line(before="docker run --env=VLLM_PLUGINS= -v /x:/x"), [line()]),
     (
         "hybrid_chunk_size",
-        line(after=f"{STOPS} --block-size=64", hybrid_chunk_size=96),
+        line("--block-size=64", hybrid_chunk_size=96),
         [
-            line(after=f"{STOPS} --block-size 32", hybrid_chunk_size=96),
-            line(hybrid_chunk_size=96),
-            line(after=f"{STOPS} --block-size 64"),
-            line(after=f"{STOPS} --block-size {'9' * 5000}", hybrid_chunk_size=96),
+            line("--block-size 32", hybrid_chunk_size=96),
+            line("--block-size 64"),
+            line(f"--block-size {'9' * 5000}", hybrid_chunk_size=96),
         ],
     ),
     (
         "weight_transfer_config",
-        line(after=f"{STOPS} --weight-transfer-config.backend nccl"),
-        [line(after=f"{STOPS} --weight-transfer-config {{}}", weights_fixed=True)],
+        line("--weight-transfer-config.backend nccl"),
+        [line("--weight-transfer-config {}", weights_fixed=True)],
     ),
-    ("calculate_kv_scales", line(after=f"{STOPS} --calculate_kv_scales"), [line()]),
+    ("calculate_kv_scales", line("--calculate_kv_scales"), [line()]),
     (
         "enable_return_routed_experts",
-        line(after=f"{STOPS} --enable-return-routed-experts"),
-        [line(after=f"{STOPS} --no-enable-return-routed-experts")],
+        line("--enable-return-routed-experts"),
+        [line("--no-enable-return-routed-experts")],
     ),
     (
         "load_format",
-        line(after=f"{STOPS} --load-format tensorizer"),
-        [
-            line(after=f"{STOPS} --load-format runai_streamer"),
-            line(after=f"{STOPS} --load-format tensorizer", weights_id="x"),
-        ],
+        line(TENSORIZER),
+        [line("--load-format runai_streamer"), line(TENSORIZER, weights_id="x")],
     ),
     (
         "load_format",
-        line(after=f"{STOPS} --load-format dummy --quantization fp8"),
-        [line(after=f"{STOPS} --load-format dummy"), line(after=f"{STOPS} --quantization fp8")],
+        line("--load-format dummy --quantization fp8"),
+        [line("--load-format dummy"), line("--quantization fp8")],
     ),
-    (
-        "enable_elastic_ep",
-        line(after=f"{STOPS} --enable-elastic-ep"),
-        [line(after=f"{STOPS} --enable-elastic-ep", weights_id="x")],
-    ),
+    ("enable_elastic_ep", line(ELASTIC), [line(ELASTIC, weights_id="x")]),
     (
         "enable_prefix_caching",
-        line(after=f"{STOPS} --no-enable-prefix-caching"),
-        [line(after=f"{STOPS} --enable-prefix-caching")],
+        line("--no-enable-prefix-caching"),
+        [line("--enable-prefix-caching")],
     ),
-    (
-        "enable_lora",
-        line(after=f"{STOPS} --enable-lora"),
-        [line(after=f"{STOPS} --enable-lora", trust=["lora"])],
-    ),
+    ("enable_lora", line("--enable-lora"), [line("--enable-lora", trust=["lora"])]),
     (
         "enable_sleep_mode",
-        line(after=f"{STOPS} --enable-sleep-mode"),
-        [line(after=f"{STOPS} --enable-sleep-mode", weights_fixed=True)],
+        line("--enable-sleep-mode"),
+        [line("--enable-sleep-mode", weights_fixed=True)],
     ),
     ("kv_role", line(role="kv_consumer"), [line()]),
-    ("max_bytes", line(role="kv_consumer", max_bytes="1GiB"), [line(max_bytes="1GiB")]),
     ("kv_role", line(role="kv_producer"), [line()]),
+    ("max_bytes", line(role="kv_consumer", max_bytes="1GiB"), [line(max_bytes="1GiB")]),
     ("kv_load_failure_policy", line(policy="fail"), [line()]),
-    ("shutdown_timeout", line(after=""), [line(after="--shutdown_timeout=5"), whole()]),
+    ("shutdown_timeout", line(stops=""), [line(stops="--shutdown_timeout=5"), whole()]),
 ]
 
 
@@ -237,13 +227,6 @@ def test_whatever_starts_servers_is_read(tmp_path, text, expected):
     assert all(one.startswith(words) for one, words in zip(found, expected, strict=True)), found
 
 
-def test_what_this_repository_deploys_is_read():
-    pytest.importorskip("yaml")
-    found = read(str(REPOSITORY / "deploy" / "kubernetes" / "fskv.yaml"))
-    assert [store.root for store in found.stores] == ["/kv/root"]
-    assert [one.level for one in found.findings] == ["ok"]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -266,3 +249,10 @@ def test_no_yaml_is_more_than_a_sentence(tmp_path, text, words):
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_what_this_repository_deploys_is_read():
+    pytest.importorskip("yaml")
+    found = read(str(REPOSITORY / "deploy" / "kubernetes" / "fskv.yaml"))
+    assert [store.root for store in found.stores] == ["/kv/root"]
+    assert [one.level for one in found.findings] == ["ok"]
