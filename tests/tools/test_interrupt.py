@@ -34,7 +34,7 @@ COMMANDS = {
     "import": "import {at}/archive --root {at}/new --create",
     "copy": "copy --to {at}/new --create",
     "diff": "diff org/model org/other",
-    "explain": "explain org/model --tokens [1,2,3]",
+    "explain": f"explain org/model --tokens [{','.join(map(str, range(640)))}]",
     "plan": "plan {at}/config.json",
     "version": "version",
     "completion": "completion bash",
@@ -51,7 +51,7 @@ def template(tmp_path):
     place = tmp_path / "template"
     lab = Lab(place / "kv")
     for name in ("org/model", "org/other"):
-        where = lab.namespace(model_name=name)
+        where = lab.namespace(model_name=name, hash_seed="default")
         lab.chunks(where, range(20))
     lab.chunk(where, 77)
     for name in ("out", "new"):
