@@ -24,7 +24,6 @@ from fskv.namespace import Identity
 from .exits import UsageError
 
 Hasher: TypeAlias = Callable[[object], bytes]
-ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...] | None
 
 _DEFAULT_SEED = "vllm-none-hash"  # kv_cache_utils.DEFAULT_NONE_HASH_SEED
 _SEED_PREFIX = "PYTHONHASHSEED="  # as the identity writes it
@@ -47,21 +46,13 @@ ALGORITHMS: dict[str, Hasher] = {
 }
 
 
-def key_nbytes(identity: Identity) -> int:
-    """Return how long the engine's keys are."""
-    return 16 if identity.hash_algorithm.startswith("xxhash") else 32
-
-
 def seed_of(identity: Identity) -> str:
     """Return the text from which the chain begins. Raises UsageError where no other process can know it."""
     seed = identity.hash_seed
     if seed.startswith(_SEED_PREFIX):
         return seed.removeprefix(_SEED_PREFIX)
     if seed != "default":
-        raise UsageError(
-            f"hash_seed: found {seed!r:.60}, expected default or {_SEED_PREFIX}...: the keys cannot be "
-            "computed"
-        )
+        raise UsageError(f"hash_seed: found {seed!r:.60}, expected default or {_SEED_PREFIX}...")
     if identity.hash_algorithm.startswith("xxhash"):
         raise UsageError(
             f"hash_seed: found default with {identity.hash_algorithm}: vLLM draws a random seed in every "
@@ -73,26 +64,12 @@ def seed_of(identity: Identity) -> str:
 def hasher_of(identity: Identity) -> Hasher:
     """Return the hash function of an engine. Raises UsageError where it is not known."""
     if identity.engine != "vllm":
-        raise UsageError(
-            f"engine: found {identity.engine!r:.40}, expected vllm: its keys are unknown"
-        )
+        raise UsageError(f"engine: found {identity.engine!r:.40}, expected vllm")
     hasher = ALGORITHMS.get(identity.hash_algorithm)
     if hasher is None:
-        raise UsageError(
-            f"hash_algorithm: found {identity.hash_algorithm!r:.40}, expected {', '.join(ALGORITHMS)}: the "
-            "keys cannot be computed"
-        )
+        known = ", ".join(ALGORITHMS)
+        raise UsageError(f"hash_algorithm: found {identity.hash_algorithm!r:.40}, expected {known}")
     return hasher
-
-
-def extra_keys(first: bool, *, cache_salt: str | None, lora: tuple[str, str] | None) -> ExtraKeys:
-    """Return what a block's hash covers besides tokens; `first`: of the prompt's first block."""
-    keys: list[tuple[str, ...]] = []
-    if lora is not None:
-        keys.append(("lora", *lora))
-    if first and cache_salt:
-        keys.append(("cache_salt", cache_salt))
-    return tuple(keys) or None
 
 
 def block_hashes(
@@ -111,8 +88,9 @@ def block_hashes(
         raise UsageError("tokens_per_hash: found 0, expected at least 1")
     parent = hasher(seed_of(identity))
     for start in range(0, len(tokens) - size + 1, size):
-        extra = extra_keys(start == 0, cache_salt=cache_salt, lora=lora)
-        parent = hasher((parent, tuple(tokens[start : start + size]), extra))
+        extra: list[tuple[str, ...]] = [("lora", *lora)] if lora is not None else []
+        extra += [("cache_salt", cache_salt)] if cache_salt and not start else []
+        parent = hasher((parent, tuple(tokens[start : start + size]), tuple(extra) or None))
         yield parent
 
 

@@ -47,11 +47,17 @@ class Row:
     found: Found
     expected: str
     do: str = "remove it"
+    less: str = "hint"  # how bad it is where the engine starts
 
     @property
     def refused(self) -> bool:
         """Whether the engine must not start. With others it does, and fskv does less."""
         return self in REFUSED
+
+    @property
+    def level(self) -> str:
+        """How bad it is: `problem`, `warning` or `hint`."""
+        return "problem" if self.refused else self.less
 
 
 def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
@@ -121,6 +127,11 @@ def _dummy(value: Any, settings: Settings, _store: StoreConfig) -> str:
     return f'"dummy" with quantization {quantization}' if is_dummy and quantization else ""
 
 
+def _bound_of_a_consumer(_value: Any, settings: Settings, store: StoreConfig) -> str:
+    is_one = settings.get("kv_role") == "kv_consumer" and store.max_bytes is not None
+    return f"{store.max_bytes} beside kv_role" if is_one else ""
+
+
 # With these an engine must not start.
 REFUSED = (
     Row(
@@ -185,6 +196,7 @@ LESS = (
         _is("false"),
         "true: without it fskv neither loads nor stores",
         "remove --no-enable-prefix-caching",
+        "problem",
     ),
     Row(
         "enable_lora",
@@ -203,6 +215,13 @@ LESS = (
         _is("kv_consumer"),
         '"kv_both" where fskv is to store: with this role it only loads',
         'write "kv_both" unless other engines store',
+    ),
+    Row(
+        "max_bytes",
+        _bound_of_a_consumer,
+        'none: an engine with kv_role "kv_consumer" stores nothing and keeps no bound',
+        "remove it here, and give it to the engines that store",
+        "warning",
     ),
     Row(
         "kv_role",

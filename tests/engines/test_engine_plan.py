@@ -99,7 +99,6 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     for label, tokens in (("again", prompt), ("stranger", stranger)):
         one = fskv(
             "explain",
-            manifest,
             "--tokens",
             "-",
             "--read-data",
@@ -152,10 +151,9 @@ def test_a_hit_ends_inside_a_block_where_an_earlier_prompt_ended_and_explain_say
     run(
         request(model, [generate(main, "main"), *SETTLE, *SETTLE], transfer=transfer, engine=engine)
     )
-    (manifest,) = root.glob("*/*@*/namespace.json")
     explained = {}
     for label, tokens in prompts.items():
-        words = ("explain", manifest, "--tokens", "-", "--read-data", "--json")
+        words = ("explain", "--tokens", "-", "--read-data", "--json")
         one = fskv(*words, root=root, stdin=json.dumps(tokens))
         explained[label] = one.summary["hit_tokens"]
     # vLLM waits for no lookup inside a block: what it has not heard of by then is heard of the next time.

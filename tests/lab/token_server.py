@@ -23,10 +23,11 @@ def make_tokenizer(directory):
 
 
 class TokenServer(ThreadingHTTPServer):
-    """As vLLM's: /tokenize, and /metrics with the namespaces of its engines."""
+    """As vLLM's: /tokenize, /detokenize, and /metrics with the namespaces of its engines."""
 
-    def __init__(self, answer, *namespaces):
+    def __init__(self, answer, *namespaces, caching=True):
         self.answer = answer
+        self.caching = caching
         self.namespaces = namespaces
         self.asked = []
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -38,12 +39,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         info = "vllm:fskv_namespace_info"
         lines = [f'{info}{{engine="0",namespace="{name}"}} 1.0' for name in self.server.namespaces]
+        lines.append(f'vllm:cache_config_info{{enable_prefix_caching="{self.server.caching}"}} 1.0')
         self._send(200, "\n".join([f"# TYPE {info} gauge", *lines, ""]))
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, json.loads(content)))
-        self._send(*self.server.answer)
+        if self.path == "/detokenize":
+            numbers = self.server.asked[-1][1]["tokens"]
+            self._send(200, json.dumps({"prompt": f"text of {len(numbers)} tokens"}))
+        else:
+            self._send(*self.server.answer)
 
     def _send(self, status, text):
         self.send_response(status)

@@ -97,7 +97,7 @@ HOMES = {
     "matplotlib": ("tools.replay.plot", "tools.report."),
     "jinja2": ("tools.report.",),
     # explain --prompt
-    "tokenizers": ("tools.explain.text",),
+    "tokenizers": ("tools.explain.tokens",),
     # doctor --config, where vLLM is
     "yaml": ("tools.doctor.serve_line",),
 }

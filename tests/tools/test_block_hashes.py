@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import LAB, REPOSITORY
 from world import make_identity
 
 block_hashes = pytest.importorskip("fskv_tools.block_hashes")
-exits = pytest.importorskip("fskv_tools.exits")
 
 TOKENS = random.Random(7).sample(range(200_000), 100)
 
@@ -121,40 +117,6 @@ def test_only_whole_blocks_have_a_key():
     assert len(ours("sha256", tokens=TOKENS[:16])) == 1
     assert ours("sha256", tokens=TOKENS[:31]) == ours("sha256", tokens=TOKENS[:16])
     assert ours("sha256", tokens=[]) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"hash_algorithm": "xxhash", "hash_seed": "default"}, "random seed"),
-        ({"hash_algorithm": "blake3", "hash_seed": "default"}, "hash_algorithm"),
-        ({"hash_seed": "something"}, "hash_seed"),
-        ({"engine": "other"}, "engine"),
-        ({"tokens_per_hash": 0, "hash_seed": "default"}, "tokens_per_hash"),
-    ],
-)
-def test_what_cannot_be_known_is_refused_in_one_sentence(changes, sentence):
-    with pytest.raises(exits.UsageError, match=sentence):
-        list(block_hashes.block_hashes(make_identity(**changes), TOKENS))
-
-
-def test_keys_do_not_depend_on_the_process():
-    """A hash that a seed of this process gets into would differ between two processes."""
-    code = (
-        f"import sys; sys.path[:0] = {[os.path.dirname(__file__), str(LAB)]!r};"
-        "import test_block_hashes as t;"
-        "print(t.ours('sha256')[-1].hex())"
-    )
-    for seed in ("0", "123"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        assert done.stdout.strip() == GOLDEN["sha256/default"], done.stderr
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**64), 2**64 - 1) | st.binary() | st.text()

@@ -215,8 +215,7 @@ BROKEN = '{\n "kv_connector": "FskvConnector",\n "timestamp": }\n'
 READS_JSON = {  # by an option or a word, which comes last
     "doctor": ["doctor", "--config"],
     "plan": ["plan"],
-    "explain": ["explain", "--tokens-json", "[1]"],
-    "explain tokens": ["explain", "--tokens"],
+    "explain": ["explain", "--tokens"],
     "diff": ["diff"],
 }
 
@@ -292,7 +291,7 @@ def test_a_shell_completes_commands_options_and_namespaces(lab, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        *("ls", "du", "verify", "rm", "explain", "explain x --against"),
+        *("ls", "du", "verify", "rm", "explain"),
         *("copy", "diff", "diff x", "prune --namespace"),
     ],
 )
@@ -515,7 +514,7 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
 
 def test_where_no_identity_can_be_read_it_is_said_and_so_is_what_removes_it(lab):
     """Negative control: a root without a namespace has none."""
-    words = ("explain", "--tokens", "1 2 3")
+    words = ("explain", "--tokens", "[1, 2, 3]")
     assert "no engine has stored anything" in run(*words, root=lab.path).stderr
     bad = lab.namespace()
     lab.chunks(bad, range(3))
@@ -628,7 +627,7 @@ def test_any_unique_beginning_names_a_namespace(lab, tmp_path):
     to.mkdir()
     commands = (
         *(("ls",), ("du",), ("verify",), ("rm", "-n"), ("diff", other)),
-        ("explain", "--tokens-json", "[1]"),
+        ("explain", "--tokens", "[1]"),
         ("copy", "--to", to, "--create"),
         ("prune", "--max-size", "1GiB", "-n", "--namespace"),
     )

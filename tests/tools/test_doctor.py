@@ -21,17 +21,14 @@ from faults.mount import FaultyMount, why_not
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools.doctor import contents, machine, mount, probes, space, visitor
-from fskv_tools.doctor.finding import Check, Level, Subject
+from fskv_tools.doctor import machine, mount, probes, rounds, space
+from fskv_tools.doctor.finding import Level, Subject
 from fskv_tools.doctor.mount import judge
-from fskv_tools.doctor.rounds import examine
-from fskv_tools.doctor.scratch import Scratch
 
 from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Limits, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.root.mounts import mount_of
-from fskv.root.process_id import HOST, TOKEN, unique_name
 from fskv.sizes import Share
 
 PATIENT = ("--timeout", "120")  # a check imports torch, on a busy machine
@@ -58,55 +55,42 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
     assert done.summary["problem"] == 0
     assert everything_below(lab.path) == before
     assert of(done, "namespaces") == [("ok", "1")]
-    for check in ("round trip", "rename", "write", "clock", "root"):
+    for check in ("round trip", "write", "clock", "root"):
         assert of(done, check)[0][0] == "ok", check
     for line in findings(done):
-        assert (line["advice"] is None) == (line["level"] == "ok"), line
+        assert (line["advice"] is None) == (line["level"] in ("ok", "note")), line
     check_lines("doctor", done.lines)
 
 
-def test_without_a_root_it_looks_at_the_machine_and_imports_nothing_heavy():
+def test_without_a_root_it_looks_at_the_machine():
     done = run("doctor", *PATIENT, "--json")
     assert done.exit_code == 0
-    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "open files"}
-    code = (
-        "import sys; from fskv_tools.cli import app\n"
-        "try: app(['doctor', '--json'])\nexcept SystemExit: pass\n"
-        "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert not set(done.stderr.split()) & {"torch", "vllm", "kvikio", "matplotlib"}
+    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "GPU"}
 
 
-def here(root):
+def here(root, **changes):
     """Make the checks in this process, where a test can reach what they call."""
-    subject = Subject(str(root), 10.0, Scratch(may_write=True))
-    return [one for one in visitor.findings(subject) if not isinstance(one, str)]
+    subject = Subject(str(root), **{"timeout_s": 10.0, "may_write": True, **changes})
+    return [one for one in rounds.findings(subject) if not isinstance(one, str)]
 
 
 def levels(found, check):
     return [(one.level, one.found) for one in found if one.check == check]
 
 
-@pytest.mark.parametrize(
-    ("version", "warns"),
-    [
-        ("0.31.0", True),
-        ("0.32.0", False),
-        ("0.33.2", False),
-        ("0.34.0", True),
-        ("1.32.0", True),
-        ("x", True),
-    ],
-)
+@pytest.mark.parametrize(("version", "warns"), [("0.31.0", True), ("0.33.2", False), ("x", True)])
 def test_a_vllm_that_was_never_run_is_a_warning(monkeypatch, version, warns):
     monkeypatch.setattr(machine, "_version", lambda name: version if name == "vllm" else None)
-    found = [
-        one
-        for one in machine.versions(Subject(None, 10.0, Scratch(may_write=False)))
-        if one.check == "vllm"
-    ]
-    assert [(one.level, one.found) for one in found] == [(Level.WARNING, version)] * warns
+    assert levels(machine.versions(10.0), "vllm") == [(Level.WARNING, version)] * warns
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_what_is_absent_is_not_called_ok(monkeypatch, driver):
+    monkeypatch.setattr(machine, "_HAS_DRIVER", driver)
+    monkeypatch.setattr(machine, "_version", lambda name: "1" if name == "kvikio" else None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert [one.level for one in machine.gpu(10.0)] == ["note"]
+    assert [one.level for one in machine.gds(10.0)] == ["ok" if driver else "note"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "foreign", "newer", "a file", "empty"])
@@ -140,70 +124,25 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
             assert path.stat().st_mtime_ns == stamp
 
 
-def test_what_is_worst_is_printed_last_and_a_missing_mount_is_said_once(tmp_path):
-    """A terminal shows the end; in JSON it is the order of the checks."""
+def test_problems_come_first(tmp_path):
     root = tmp_path / "kv"
-
-    def printed():
-        lines = run("doctor", *PATIENT, root=root).stdout.splitlines()
-        return [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
-
-    found = printed()
-    assert found == sorted(found, key=list(Level).index)
-    assert found[-1] == Level.PROBLEM
-    assert not any("system's own" in finding.found for finding in here(root))
-    checked = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
-    assert checked != sorted(checked, key=list(Level).index), "the control"
+    lines = run("doctor", *PATIENT, root).stdout.splitlines()
+    told = [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
+    found = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
+    for each in (told, found):
+        assert each == sorted(each, key=list(Level).index)
+        assert each[0] == Level.PROBLEM
+    assert run("doctor", root, "--config", "{}").exit_code == 2
 
 
-def test_the_systems_own_file_system_is_hinted_at_where_the_root_is(tmp_path, monkeypatch):
-    told = tmp_path / "mountinfo"
-    told.write_text(LINE.format(point="/", kind="ext4", source="/dev/a", options=""))
-    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
-    of_mount = [one.check for one in here(tmp_path / "kv")]
-    assert of_mount == ["mount", "root"]
-    (tmp_path / "kv").mkdir()
-    found = here(tmp_path / "kv")
-    assert "system's own" in [one.found for one in found if one.check == "mount"][1]
-    checks = [one.check for one in found]
-    assert checks.index("root") < len(checks) - 1 - checks[::-1].index("mount")
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "answer", "level", "words"),
-    [
-        ("fuse.mfs", "mfs", "86400", "warning", "for 86400 s"),
-        ("fuse", "mfs#10.0.0.1:9421", "86400", "warning", "for 86400 s"),
-        ("fuse.mfs", "mfs", "0", "ok", "free at once"),
-        ("fuse.mfs", "mfs", None, "warning", "24 hours by default"),
-        ("fuse.juicefs", "JuiceFS:kv", None, "hint", "trash-days"),
-        ("ext4", "/dev/a", "86400", None, ""),
-    ],
-)
-def test_a_trash_that_keeps_what_is_removed_is_told(
-    lab, tmp_path, monkeypatch, kind, source, answer, level, words
-):
-    """As `mfsgettrashtime` of MooseFS 3.0 answers, or where there is none."""
-    told = tmp_path / "mountinfo"
-    told.write_text(LINE.format(point=tmp_path, kind=kind, source=source, options=""))
-    monkeypatch.setattr(mount, "_MOUNTINFO", str(told))
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    if answer is not None:
-        (tools / "mfsgettrashtime").write_text(f'#!/bin/sh\necho "$1: {answer}"\n')
-        (tools / "mfsgettrashtime").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tools))
-    found = levels(here(lab.path), "trash")
-    assert [one for one, _ in found] == ([level] if level else [])
-    assert all(words in text for _, text in found)
-
-
-def test_with_no_write_nothing_is_tried(lab):
-    stamp = os.stat(lab.path).st_mtime_ns
-    done = run("doctor", *PATIENT, "--no-write", "--json", root=lab.path)
-    assert done.exit_code == 0
-    assert os.stat(lab.path).st_mtime_ns == stamp
-    assert not of(done, "write")
+def test_with_no_write_nothing_is_tried_and_strange_entries_stay(lab):
+    spoil(lab, lab.namespace())
+    before, stamp = everything_below(lab.path), os.stat(lab.path).st_mtime_ns
+    for options, level in ((["--no-write"], "note"), ([], "ok")):
+        done = fskv("doctor", *PATIENT, *options, "--json", root=lab.path)
+        assert (done.exit_code, of(done, "write")[0][0]) == (0, level)
+        assert everything_below(lab.path) == before
+        assert (os.stat(lab.path).st_mtime_ns == stamp) is bool(options)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -231,15 +170,6 @@ def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path, ops):
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_mount_whose_reads_fail_is_a_finding(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        lab.chunks(lab.namespace(), range(3))
-        mount.set({"errno": "EIO", "ops": ["read"]})
-        assert fskv("doctor", *PATIENT, "--json", root=mount.path).exit_code == 1
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
     with FaultyMount(tmp_path) as mount:
         Lab(mount.path)
@@ -252,72 +182,51 @@ def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
         assert of(fskv("doctor", *PATIENT, "--json", root=mount.path), "round trip")[0][0] == "ok"
 
 
-def test_a_read_only_root_is_a_finding(lab, monkeypatch):
+def test_a_read_only_root_is_a_problem_unless_engines_only_load(lab, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(probes, "open_chunk_fd", refuse)
-    monkeypatch.setattr(Scratch, "file", refuse)
+    told = LINE.format(point="/", kind="ext4", source="/dev/a", options="").replace(" rw,", " ro,")
+    with open(f"{lab.path}-mountinfo", "w") as file:
+        file.write(told)
+    monkeypatch.setattr(mount, "_MOUNTINFO", f"{lab.path}-mountinfo")
+    monkeypatch.setattr(probes, "new_file", refuse)
     found = here(lab.path)
-    assert [one.check for one in found if one.level is Level.PROBLEM] == ["write"]
+    assert [one.check for one in found if one.level == "problem"] == ["mount", "write"]
     assert "Read-only" in levels(found, "write")[0][1]
+    loads = here(lab.path, only_loads=True)
+    assert not [one for one in loads if one.level == "problem"]
+    assert [level for level, _ in levels(loads, "write")] == ["note"]
 
 
-def test_a_full_disk_and_missing_links_and_flags_are_told(lab, monkeypatch):
-    real = os.open
+@pytest.mark.parametrize(
+    ("step_ns", "level"), [(1000, "ok"), (2 * 10**9, "hint"), (7 * 10**12, "problem")]
+)
+def test_coarse_times_wrong_clocks_and_no_o_direct_are_told(lab, monkeypatch, step_ns, level):
+    utime, now, opened, subject = os.utime, time.time, os.open, Subject(lab.path, 10.0, True)
+
+    def coarse(path, ns=None):
+        utime(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
 
     def no_direct(path, flags, *rest, **more):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **more)
+        return opened(path, flags, *rest, **more)
 
-    def no_link(*_, **__):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "open", no_direct)
-    monkeypatch.setattr(os, "link", no_link)
-    found = here(lab.path)
-    assert levels(found, "O_DIRECT")[0][0] == "hint"
-    assert levels(found, "link")[0][0] == "hint"
-    assert Level.PROBLEM not in {one.level for one in found}
-
-
-@pytest.mark.parametrize(
-    ("step_ns", "level"), [(1, "ok"), (1000, "ok"), (10**9, "hint"), (2 * 10**9, "hint")]
-)
-def test_mtimes_of_whole_seconds_are_a_hint(lab, monkeypatch, step_ns, level):
-    real = os.utime
-
-    def coarse(path, ns=None):
-        real(path, ns=tuple(one // step_ns * step_ns for one in ns or (time.time_ns(),) * 2))
-
+    assert [one.level for one in probes.direct_io(subject)] == ["ok"]
     monkeypatch.setattr(os, "utime", coarse)
-    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
-    subject.scratch.is_ours = True
-    ((found, text),) = levels(list(probes.write(subject)), "mtime")
-    assert found == level, text
-    assert level == "ok" or f"{step_ns // 10**9} s" in text
-
-
-def test_a_file_system_that_does_not_know_its_room_is_a_hint(lab, monkeypatch):
-    nothing = dict.fromkeys(
-        ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_favail"), 0
-    )
-    subject = Subject(lab.path, 10.0, Scratch(may_write=True))
-    for answer, level in (
-        ({}, "hint"),
-        ({"f_frsize": 4096, "f_blocks": 9999, "f_bfree": 9999, "f_bavail": 9999}, "ok"),
-    ):
-        info = SimpleNamespace(**{**nothing, **answer})
-        monkeypatch.setattr(os, "statvfs", lambda path, info=info: info)
-        assert levels(list(space.look(subject)), "space")[0][0] == level
-        assert ("does not say" in run("du", root=lab.path).stdout) == (level == "hint")
+    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(probes.time, "time", lambda: now() + 7200)
+    found = list(probes.write(subject))
+    assert [each for each, _ in levels(found, "mtime")] == [level]
+    assert [each for each, _ in levels(found, "clock")] == ["warning"]
+    assert [one.level for one in probes.direct_io(subject)] == ["hint"]
 
 
 def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, monkeypatch):
     """A disk of 150 MiB with 4 MiB free, of which keep_free leaves 1 MiB: less than a chunk of 2.7 MiB."""
     where = lab.namespace(pages=(1_400_000, 1_400_000), blocks_per_chunk=1)
-    subject = Subject(lab.path, 10.0, Scratch(may_write=False))
+    subject = Subject(lab.path, 10.0, False)
 
     def judged(free_mib, counted=None, **told):
         info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
@@ -329,7 +238,7 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
             usage = Usage(namespaces={where.id: (counted, 1)}, at_ms=1)
             SharedFiles(f"{lab.path}/.fskv-maintenance").publish_usage(usage)
         limits = (Limits(**told),) if told else ()
-        return levels(list(space.look(dataclasses.replace(subject, told=limits))), "space")
+        return levels(list(space.space(dataclasses.replace(subject, told=limits))), "space")
 
     assert [level for level, _ in judged(4)] == ["warning"]  # nobody has counted what could go
     ((level, found),) = judged(4, counted=0)
@@ -343,20 +252,6 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
     # What an engine is to have: a bound that is smaller than a chunk, and a share that is not there.
     assert [level for level, _ in judged(90, max_nbytes=1 << 20)] == ["problem", "ok"]
     assert [level for level, _ in judged(90, keep_free=Share(70.0))] == ["problem"]
-
-
-@pytest.mark.parametrize(("free_mib", "level"), [(4, "warning"), (6, "ok"), (3, "problem")])
-def test_an_empty_root_with_less_room_than_a_usual_file_is_no_good_root(
-    tmp_path, monkeypatch, free_mib, level
-):
-    """Of 150 MiB 3 are kept free. The control: with 3 MiB left it is ok."""
-    info = {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 150 << 8, "f_bavail": free_mib << 8}
-    info["f_bfree"] = info["f_bavail"]
-    info |= {"f_files": 0, "f_favail": 0}
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**info))
-    ((found, text),) = levels(here(tmp_path), "space")
-    assert found == level
-    assert level != "warning" or "1.00 MiB left, and a file of most models has" in text
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -378,196 +273,105 @@ def test_interrupted_it_leaves_nothing(tmp_path):
         wait_for(lambda: everything_below(mount.backing) == before)
 
 
-def test_a_root_full_of_strange_entries_is_looked_at_and_left_alone(lab):
-    where = lab.namespace()
-    lab.chunks(where, range(5))
-    spoil(lab, where)
-    before = everything_below(lab.path)
-    done = fskv("doctor", *PATIENT, root=lab.path)
-    assert done.exit_code == 0, done.stdout
-    assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    assert "foreign" in done.stdout
-    assert everything_below(lab.path) == before
-
-
-def test_damaged_and_hostile_maintenance_files_are_findings(lab, tmp_path):
+def test_damaged_and_hostile_maintenance_files_are_findings(lab):
     shared = f"{lab.path}/.fskv-maintenance"
     os.makedirs(shared)
-    lease = f"{shared}/lease.json"
-    for content in (b"", b"[" * 100_000, b"{}", b'{"holder": 3}', b"\xff" * 5000):
-        with open(lease, "wb") as file:
-            file.write(content)
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert of(done, "lease")[0][0] == "hint", content
-        assert done.exit_code == 0
-    os.unlink(lease)
-    os.mkfifo(lease)
-    assert run("doctor", "--json", "--timeout", "5", root=lab.path).exit_code in (0, 1)
-    os.unlink(lease)
-    os.symlink("/dev/zero", lease)
-    # ELOOP: no lease of fskv's.
-    assert run("doctor", *PATIENT, "--json", root=lab.path).exit_code == 1
     with open(f"{shared}/heartbeat-x.json", "w") as file:
         file.write('{"name": "x", "limits": 7}')
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "engines")[0][0] == "ok"
+    assert levels(here(lab.path), "engines")[0][0] == "note"
+    os.mkfifo(f"{shared}/heartbeat-y.json")
+    os.symlink("/dev/zero", f"{shared}/lease.json")
+    done = run("doctor", "--json", "--timeout", "20", root=lab.path)
+    assert not any("did not answer" in line["found"] for line in findings(done))
+    engine = Capacity(lab.path, lab.namespace().id, None, Limits())
+    engine.start()
+    engine.wait_for_first_word()
+    assert levels(here(lab.path), "engines") == [("ok", "1 engine or watcher lives")]
+    engine.close()
 
 
 @pytest.mark.parametrize("denied", [True, False])
 def test_heartbeats_that_may_not_be_read_are_not_taken_for_none(lab, monkeypatch, denied):
+    os.mkdir(f"{lab.path}/.fskv-maintenance")
     if denied:
         monkeypatch.setattr(SharedFiles, "heartbeats", refused)
     ((level, found),) = levels(here(lab.path), "engines")
     assert (level == "problem", "Permission denied" in found) == (denied, denied)
-    assert ("none was here" in found) is not denied
+    assert ("none is alive" in found) is not denied
 
 
-def refused(*_):
+def refused(*_, **__):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-@pytest.mark.parametrize("denied", [True, False])
-def test_what_this_user_may_not_read_is_nothing_to_remove(lab, monkeypatch, denied):
-    """The control: a damaged manifest is of no use to anybody."""
-    where = lab.namespace()
-    text = "no permission; expected one" if denied else "no JSON"
-    monkeypatch.setattr(contents.Namespace, "problem", property(lambda _: text))
-    found = [one for one in here(lab.path) if one.check == "namespaces" and one.level == "problem"]
-    assert where.id in found[0].found
-    assert ("fskv rm" in found[0].advice) is not denied
-    assert ("engines' user" in found[0].advice) is denied
-
-
-@pytest.mark.parametrize("denied", [True, False])
-def test_a_namespace_that_may_not_be_listed_does_not_end_the_look_at_others(
-    lab, monkeypatch, denied
-):
-    lab.chunks(lab.namespace(), range(3))
-    if denied:
-        monkeypatch.setattr(contents.Namespace, "shards", refused)
-    ((level, found),) = levels(here(lab.path), "leftovers")
-    assert level == ("problem" if denied else "ok")
-    assert ("1 in 1 directories of chunks cannot be listed" in found) is denied
-
-
-@pytest.mark.parametrize("denied", [True, False])
-def test_a_directory_of_namespaces_that_may_not_be_listed_is_nobodys_to_move(
-    lab, monkeypatch, denied
-):
-    """What is inside may be all that the engines have stored."""
-    where = lab.namespace()
-    lab.chunks(where, range(3))
-    os.mkdir(f"{lab.path}/lost+found")
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_may_not_be_listed_is_a_problem_and_does_not_end_the_look(lab, monkeypatch, closed):
+    where, real = lab.namespace(), os.scandir
     arch = where.id.partition("/")[0]
-    closed = {f"{lab.path}/{name}" for name in (arch, "lost+found") if denied}
-    real = os.scandir
 
-    def scandir(path="."):
-        return refused() if path in closed else real(path)
+    def scandir(at="."):
+        return refused() if closed and str(at) == f"{lab.path}/{arch}" else real(at)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    found = here(lab.path)
-    assert levels(found, "foreign") == []
-    problems = [one for one in found if one.level == "problem"]
-    assert [one.check for one in problems] == ["namespaces"] * denied
-    for one in problems:
-        assert one.found == f"0 besides those in what cannot be listed: {arch}"
-        assert "engines' user" in one.advice
-    for check in ("namespaces", "leftovers"):
-        assert [level for level, _ in levels(found, check) if level == "ok"] == ["ok"] * (
-            not denied
-        )
+    problems = [one for one in here(lab.path) if one.level == "problem"]
+    assert [one.check for one in problems] == ["namespaces"] * closed
+    assert not closed or arch in problems[0].found
 
 
-@pytest.mark.parametrize("kind", ["a loop", "a file", "a fifo", "a directory"])
+@pytest.mark.parametrize("kind", ["a loop", "a fifo", "a directory"])
 def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind):
     shared = f"{lab.path}/.fskv-maintenance"
     if kind == "a loop":
         os.symlink(".fskv-maintenance", shared)
-    elif kind == "a file":
-        os.close(os.open(shared, os.O_CREAT))
-    elif kind == "a fifo":
-        os.mkfifo(shared)
     else:
-        os.mkdir(shared)
+        (os.mkfifo if kind == "a fifo" else os.mkdir)(shared)
     problems = [one.check for one in here(lab.path) if one.level == "problem"]
     assert problems == ([] if kind == "a directory" else ["owner of maintenance"])
 
 
-def test_leases_and_heartbeats_of_the_living_and_the_dead(lab):
-    where = lab.namespace()
-    engine = Capacity(lab.path, where.id, None, Limits(max_nbytes=5 << 30))
-    engine.start()
-    engine.wait_for_first_word()
-    try:
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert "held by" in of(done, "lease")[0][1]
-        assert of(done, "lease")[0][0] == "ok"
-        assert "1 engine may be alive" in of(done, "engines")[0][1]
-        assert "max_bytes 5.00 GiB" in of(done, "bounds")[0][1]
-    finally:
-        engine.close()
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    holder = f"{HOST}-{gone.pid}-{TOKEN}-1"
-    told = {
-        "holder": holder,
-        "host": HOST,
-        "pid": gone.pid,
-        "boot": TOKEN,
-        "since_ms": 0,
-        "beat": 1,
-    }
-    lease = f"{lab.path}/.fskv-maintenance/lease.json"
-    wait_for(lambda: not os.path.exists(lease))
-    with open(lease, "w") as file:
-        json.dump(told, file)
-    assert "gone" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
-    told["holder"] = unique_name().replace(HOST, "elsewhere")
-    with open(lease, "w") as file:
-        json.dump(told, file)
-    os.utime(lease, (1, 1))
-    assert "not renewed" in of(run("doctor", *PATIENT, "--json", root=lab.path), "lease")[0][1]
+def test_a_process_that_hangs_is_left_to_itself(lab, monkeypatch):
+    """It is stopped, as a call that hangs stops it; what it has begun it ends later."""
+    started, real = [], subprocess.Popen
+
+    def stopped(*args, **options):
+        started.append(real(*args, **options))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(rounds.subprocess, "Popen", stopped)
+    monkeypatch.setattr(rounds, "_START_S", 0.0)
+    monkeypatch.setattr(rounds, "_END_S", 0.1)
+    found = list(rounds.of_root(Subject(lab.path, 0.2, True)))
+    assert [one.level for one in found] == ["problem"]
+    assert "did not answer in 0.2 s" in found[0].found
+    os.kill(started[0].pid, signal.SIGCONT)
+    os.waitpid(started[0].pid, 0)
 
 
 @pytest.mark.parametrize(
-    ("quota", "max_nbytes", "level"),
-    [
-        (b"1073741824", None, "warning"),
-        (b"1073741824", 1 << 30, "warning"),
-        (b"1073741824", 900 << 20, "ok"),
-        (b"0", None, None),
-        (b"no number", None, None),
-        (None, None, None),
-    ],
+    ("max_nbytes", "levels_"), [(None, ["warning"]), (1 << 30, ["warning"]), (900 << 20, [])]
 )
-def test_a_quota_of_cephfs_is_told_of_beside_the_bound(
-    tmp_path, monkeypatch, quota, max_nbytes, level
-):
-    """It may be of a directory above the root, and is met late. `make test-shared-fs` has a real one."""
+def test_a_quota_of_cephfs_is_told_of_beside_the_bound(tmp_path, monkeypatch, max_nbytes, levels_):
+    """It is of a directory above the root, and is met late. `make test-shared-fs` has a real one."""
     root = tmp_path / "kv"
     root.mkdir()
 
     def getxattr(path, name):
-        if quota is None or path != str(tmp_path) or name != "ceph.quota.max_bytes":
+        if path != str(tmp_path) or name != "ceph.quota.max_bytes":
             raise OSError(errno.ENODATA, "No data available")
-        return quota
+        return b"1073741824"
 
     monkeypatch.setattr(os, "getxattr", getxattr)
-    told = () if max_nbytes is None else (Limits(max_nbytes=max_nbytes),)
-    subject = Subject(str(root), 5.0, Scratch(may_write=False), told)
-    found = levels(list(space.look(subject)), "quota")
-    assert [each for each, _ in found] == ([] if level is None else [level])
-    assert all("hold 1.00 GiB" in text for _, text in found)
+    subject = Subject(str(root), 5.0, False, told=(Limits(max_nbytes=max_nbytes),))
+    assert [level for level, _ in levels(space.space(subject), "quota")] == levels_
 
 
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     one = lab.namespace()
     other = lab.namespace(kv_cache_dtype="fp8")
-    done = run("doctor", *PATIENT, "--json", root=lab.path)
-    ((level, found),) = [f for f in of(done, "namespaces") if f[1] != "2"]
+    ((level, found),) = [each for each in levels(here(lab.path), "namespaces") if each[1] != "2"]
     assert level == "hint"
-    assert one.identity.digest16 in found
-    assert other.identity.digest16 in found
+    assert all(each in found for each in (one.identity.digest16, other.identity.digest16))
     assert "kv_cache_dtype" in found
     with open(f"{one.directory.path}/namespace.json", "w") as file:
         file.write("{")
@@ -590,20 +394,11 @@ LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n
         ("ext4", "", "ok", "ext4"),
         ("nfs4", ",vers=4.2,hard", "ok", "vers=4.2"),
         ("nfs4", ",vers=4.2,noac", "warning", "noac"),
-        ("nfs", ",vers=3,soft,timeo=10", "hint", "soft, timeo 1 s"),
-        ("nfs", ",vers=2", "problem", "vers=2"),
-        ("nfs4", ",actimeo=600", "hint", "600 s"),
         ("tmpfs", "", "warning", "in memory"),
         ("overlay", "", "warning", "container"),
-        ("fuse.ceph-fuse", "", "ok", "tried with 16.2"),
-        ("ceph", "", "hint", "the kernel's client, not tried here"),
-        ("fuse.mfs", "", "ok", "MooseFS, tried with 3.0"),
-        *(
-            (kind, "", "hint", "not tried here")
-            for kind in ("lustre", "beegfs", "wekafs", "gpfs", "fuse.juicefs", "fuse.s3fs")
-        ),
-        ("fuse.sshfs", "", "hint", "sshfs"),
-        ("unheard-of", "", "hint", "unheard-of"),
+        ("fuse.mfs", "", "hint", "keep their room"),
+        ("fuse.juicefs", "", "hint", "keep their room"),
+        ("lustre", "", "hint", "not tried"),
     ],
 )
 def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
@@ -611,50 +406,19 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     text += LINE.format(point="/mnt/k\\040v", kind=kind, source="server:/x", options=options)
     mount = mount_of("/mnt/k v/root", text)
     assert (mount.point, mount.kind) == ("/mnt/k v", kind)
-    assert mount_of("/mnt/k vx", text).point == "/"
     assert any(f.level == level and words in f.found for f in judge(mount)), list(judge(mount))
-    mfs = mount_of(
-        "/m/root", LINE.format(point="/m", kind="fuse", source="mfs#10.0.0.1:9421", options="")
-    )
-    assert "MooseFS" in next(judge(mfs)).found  # as its version 3 names itself
-    read_only = mount_of("/mnt/k v", text.replace(" rw,noatime", " ro,noatime"))
-    assert Level.PROBLEM in {finding.level for finding in judge(read_only)}
+    of_system = [one.found for one in judge(mount_of("/mnt/k vx", text))]
+    assert "system's own" in of_system[1]
+    assert not any("system's own" in one.found for one in judge(mount))
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_mount_that_cannot_rename_is_a_problem(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        mount.set({"errno": "ENOSYS", "ops": ["rename"]})
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert mount.fired()
-        assert [level for level, _ in of(done, "rename")] == ["problem"]
-        mount.clear()
-        done = run("doctor", *PATIENT, "--json", root=lab.path)
-        assert [level for level, _ in of(done, "rename")] == ["hint"]  # this one hides old files
-
-
-def test_a_check_that_hangs_or_fails_does_not_end_the_rounds():
-    def hangs(_):
-        time.sleep(30)
-        yield
-
+def test_a_check_that_fails_is_a_problem():
     def fails(_):
         raise ZeroDivisionError("so it is")
         yield
 
-    subject = Subject("/", 0.2, Scratch(may_write=False))
-    checks = [Check("fails", fails), Check("hangs", hangs), Check("goes on", lambda _: [])]
-    found = [(f.check, f.level) for f in examine(checks, subject)]
-    assert found == [("fails", Level.PROBLEM), ("hangs", Level.PROBLEM)]
-
-
-def test_a_clock_that_is_wrong_is_told(lab, monkeypatch):
-    real = time.time
-    monkeypatch.setattr(probes.time, "time", lambda: real() + 3600)
-    ((level, found),) = levels(here(lab.path), "clock")
-    assert level == "warning"
-    assert "behind" in found
+    (found,) = rounds.look(fails, None)
+    assert (found.check, found.level) == ("fails", Level.PROBLEM)
 
 
 # --- what an engine is told ---------------------------------------------------------------------
@@ -680,13 +444,12 @@ def configured(given):
 
 # What operators got wrong, and the words that they need.
 MISTAKES = {
-    "a unit that is none": ({"max_bytes": "100G"}, "did you mean 100GiB?"),
+    "a unit that is none": ({"max_bytes": "100GB"}, "did you mean 100GiB?"),
     "no unit": ({"max_bytes": "100"}, "a text with an IEC unit"),
     "a typo": ({"max_byte": "1GiB"}, "did you mean 'max_bytes'?"),
     "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
     "no root": ({"root": None}, "'root': found None"),
     "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
-    "a file": ({"root": "/etc/hostname"}, "is not a directory"),
     "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
 }
 
@@ -699,60 +462,31 @@ def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
     assert any(words in line["found"] for line in problems), problems
 
 
-@pytest.mark.parametrize("role", [None, "kv_bth"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_role_that_vllm_refuses_is_a_problem(lab, role, inside):
-    wrong = {**transfer(lab.path), "kv_role": role}
-    given = nested("MultiConnector", "connectors", wrong) if inside else wrong
-    done, problems = configured(json.dumps(given))
-    found = "found nothing" if role is None else "did you mean 'kv_both'?"
-    assert (done.exit_code, len(problems)) == (1, 1)
-    assert found in problems[0]["found"]
-
-
-def test_each_wrong_option_is_named(lab):
-    wrong = {"max_byte": "1GiB", "io_threads": 0, "keep_free": "many"}
-    given = transfer("w/ok", **wrong)
-    del given["kv_role"]
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    given = transfer(tmp_path / "nowhere", max_byte="1GiB", io_threads=0, health_file="/no/x.json")
+    line = f"vllm serve M --no-enable-prefix-caching --kv-transfer-config '{json.dumps(given)}'"
+    _, problems = configured(line)
+    assert [one["check"] for one in problems] == ["options"] * 3 + ["health file", "root"]
+    # The control: what is right is not told.
+    (tmp_path / "nowhere").mkdir()
+    for name in ("max_byte", "io_threads"):
+        del given["kv_connector_extra_config"][name]
     _, problems = configured(json.dumps(given))
-    named = [line["found"].split(":")[0] for line in problems]
-    assert sorted(named) == sorted([*(f"option '{name}'" for name in (*wrong, "root")), "kv_role"])
+    assert [one["check"] for one in problems] == ["health file"]
 
 
-@pytest.mark.parametrize("how", ["parts", "underscores", "YAML", "YAML of JSON"])
-def test_vllms_other_spellings_are_understood(lab, tmp_path, how):
-    """Each twice: with an option that is wrong, too."""
-    pytest.importorskip("yaml")
-    for bound, code in (("2TiB", 0), ("2T", 1)):
-        whole = json.dumps(transfer(lab.path, max_bytes=bound))
-        prefix = "--kv-transfer-config"
-        given = f"vllm serve M --shutdown-timeout 10 --kv_transfer_config '{whole}'"
-        if how == "parts":
-            given = (
-                f"vllm serve M --shutdown-timeout=10 {prefix}.kv_connector FskvConnector "
-                f"{prefix}.kv_role=kv_both {prefix}.kv_load_failure_policy recompute "
-                f"{prefix}.kv_connector_extra_config.root {lab.path} "
-                f"{prefix}.kv_connector_extra_config.max_bytes={bound}"
-            )
-        elif how.startswith("YAML"):
-            path = tmp_path / "serve.yaml"
-            value = f"'{whole}'" if how == "YAML of JSON" else whole  # JSON is YAML
-            path.write_text(f"model: M\nshutdown-timeout: 10\nkv-transfer-config: {value}\n")
-            given = path
-        done, problems = configured(given)
-        assert (done.exit_code, len(problems)) == (code, code), problems
-        assert code or of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
+def test_of_several_stores_on_one_root_the_tightest_bound_is_judged(lab):
+    inner = [transfer(lab.path, max_bytes=bound, keep_free=0) for bound in ("1GiB", "2GiB")]
+    done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
+    assert (problems, of(done, "bounds")[0][0]) == ([], "hint")
+    assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
 
 
-@pytest.mark.parametrize("extra", ["&a {x: *a}", "{root: 2026-01-01}", "{? [1, 2] : 3}"])
-def test_yaml_that_no_json_could_say_is_one_sentence(tmp_path, extra):
-    pytest.importorskip("yaml")
-    path = tmp_path / "serve.yaml"
-    said = f"kv_connector: FskvConnector\n  kv_role: kv_both\n  kv_connector_extra_config: {extra}"
-    path.write_text(f"kv-transfer-config:\n  {said}\n")
-    done = fskv("doctor", "--config", str(path))
-    assert done.exit_code == 2, done
-    assert str(path) in done.stderr
+def test_a_store_that_only_loads_needs_no_room(lab):
+    for role, options in (("kv_both", {"store": False}), ("kv_consumer", {})):
+        done, problems = configured(json.dumps({**transfer(lab.path, **options), "kv_role": role}))
+        assert (done.exit_code, problems) == (0, [])
+        assert [level for level, _ in of(done, "space")] == ["note"]
 
 
 @pytest.mark.parametrize(
@@ -760,9 +494,7 @@ def test_yaml_that_no_json_could_say_is_one_sentence(tmp_path, extra):
     [
         transfer("/x", "FskvConector"),
         nested("FskvMultiConnector", "connectors", transfer("relative")),
-        nested("MultiConnector", "connectors", transfer("relative")),
         nested("OffloadingConnector", "secondary_tiers", {"type": "FskvTier", "root": "relative"}),
-        nested("OffloadingConnector", "secondary_tiers", {"type": "Another"}),
         {"root": "/mnt/kv"},
     ],
     ids=json.dumps,
@@ -772,62 +504,21 @@ def test_whatever_is_around_a_store_is_looked_into(wrong):
     assert (done.exit_code, [line["check"] for line in problems]) == (1, ["options"])
 
 
-@pytest.mark.parametrize(
-    "how", ["JSON", "file", "file of Windows", "line", "file with a line", "="]
-)
+@pytest.mark.parametrize("how", ["JSON", "file of Windows", "line", "file with a line"])
 def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, how):
     """The control of all mistakes: what an engine takes has no problem, and the root is left as it was."""
     before = everything_below(lab.path)
     written = json.dumps(transfer(lab.path, max_bytes="2TiB"))
-    equals = "=" if how == "=" else " "
-    line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config{equals}'{written}'"
-    given = written if how in ("JSON", "file", "file of Windows") else line
+    line = f"vllm serve M --shutdown-timeout 10 \\\n  --kv-transfer-config='{written}'"
+    given = line if how.endswith("line") else written
     if how.startswith("file"):
         path = tmp_path / "given"
-        mark = "\ufeff" * (how == "file of Windows")
-        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else mark + given)
+        path.write_text(f"#!/bin/sh\n{given}\n" if how.endswith("line") else f"\ufeff{given}")
         given = path
     done, problems = configured(given)
     assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
-    said = f"root {lab.path}, max_bytes 2.00 TiB"
-    assert of(done, "options") == [("ok", said)]
+    assert of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
     assert everything_below(lab.path) == before
-
-
-@pytest.mark.parametrize(
-    ("bound", "check", "words"),
-    [
-        ({"keep_free": "99.9%"}, ("space", "problem"), "nothing left"),
-        ({"max_bytes": "1024TiB"}, ("bounds", "hint"), "is more than the file system has"),
-        ({"max_bytes": "1GiB", "keep_free": 0}, ("space", "ok"), "max_bytes 1.00 GiB"),
-    ],
-)
-def test_bounds_that_do_not_fit_the_disk_are_findings(lab, bound, check, words):
-    done, _ = configured(json.dumps(transfer(lab.path, **bound)))
-    name, level = check
-    assert any(one == level and words in found for one, found in of(done, name)), done.stdout
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_several_stores_on_one_root_the_tightest_bounds_are_judged(lab, order):
-    bounds = [{"max_bytes": "1GiB", "keep_free": 0}, {"max_bytes": "2GiB", "keep_free": "1%"}]
-    inner = [transfer(lab.path, **each) for each in bounds[::order]]
-    done, problems = configured(json.dumps(nested("MultiConnector", "connectors", *inner)))
-    assert problems == []
-    assert [found for _, found in of(done, "space") if "of max_bytes 1.00 GiB" in found]
-    ((level, text),) = of(done, "bounds")
-    assert level == "hint"
-    assert text.endswith("the tightest hold for all: max_bytes 1.00 GiB, keep_free 1 %")
-    # The control: where both have the same there is nothing to say.
-    alike = nested("MultiConnector", "connectors", *[inner[0]] * 3000)
-    assert of(configured(json.dumps(alike))[0], "bounds") == []
-
-
-def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_at(lab):
-    written = {**transfer(lab.path), "kv_load_failure_policy": "fail"}
-    done, _ = configured(f"vllm serve M --kv-transfer-config '{json.dumps(written)}'")
-    assert [level for level, _ in of(done, "options")] == ["ok", "hint", "hint"]
-    check_lines("doctor", done.lines)
 
 
 @pytest.mark.parametrize(
@@ -836,19 +527,13 @@ def test_a_line_without_time_to_stop_or_with_a_warning_at_each_start_is_hinted_a
         ("vllm serve M", "a line of `vllm serve` with --kv-transfer-config"),
         ("{", "--config: no JSON: Expecting"),
         ("vllm serve it's", "No closing quotation"),
-        ("--kv-transfer-config", "--config: no JSON: Expecting value"),
         ("no/such.json", "no/such.json: No such file or directory"),
-        ("empty", "fskv: empty: found nothing, expected"),
         ("line", "fskv: line: found vllm serve M, expected"),
-        ("quote", "fskv: quote: No closing quotation"),
     ],
 )
 def test_what_is_no_configuration_is_one_sentence(given, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").touch()
     (tmp_path / "line").write_text("vllm serve M")
-    (tmp_path / "quote").write_text("vllm serve it's")
     done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
-    assert done.stderr.count("no JSON") <= 1

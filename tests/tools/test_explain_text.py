@@ -43,8 +43,8 @@ def prompt(tmp_path):
 def serve():
     started = []
 
-    def start(*args):
-        started.append(TokenServer(*args))
+    def start(*args, **options):
+        started.append(TokenServer(*args, **options))
         return started[-1]
 
     yield start
@@ -67,18 +67,6 @@ def test_the_models_tokenizer_makes_the_ids_and_the_only_namespace_needs_no_name
     assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (1, 0)
 
 
-def test_a_prompt_may_come_from_stdin(lab, model):
-    for text, found in ((TEXT, (0, 32 * CHUNKS)), ("w1 " + TEXT, (1, 0))):
-        done = run(
-            *("explain", "--json", "--prompt", "-", "--tokenizer", model),
-            root=lab.path,
-            stdin=text,
-        )
-        assert (done.exit_code, done.summary["hit_tokens"]) == found
-    done = run("explain", "--prompt", "-", "--tokenizer", model, root=lab.path, stdin=b"\xff")
-    assert (done.exit_code, "is no UTF-8" in done.stderr) == (2, True)
-
-
 def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, tokens, serve):
     lab.chunks(lab.namespace(), range(2))  # of another model
     server = serve(
@@ -92,23 +80,52 @@ def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, toke
     assert server.asked[1:] == [("/tokenize", chat)]
 
 
+@pytest.mark.parametrize("by_server", [False, True])
+def test_the_text_where_two_prompts_part_is_quoted(lab, model, prompt, tokens, serve, by_server):
+    words = TEXT.split()
+    changed = [*words[:100], "w7", *words[101:]]  # w3, in chunk 3: a token stands before the text
+    prompt.write_text(" ".join(changed))
+    if by_server:
+        ids = (
+            tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+            .encode(" ".join(changed))
+            .ids
+        )
+        how = ("--url", serve((200, json.dumps({"tokens": ids}))).url)
+        quoted = "'text of 32 tokens'"
+    else:
+        how, quoted = ("--tokenizer", model), " ".join(changed[95:105])
+    done = run("explain", "--prompt", prompt, "--json", *how, root=lab.path)
+    (first, *_) = [line["text"] for line in done.lines if line["type"] == "cause"]
+    assert "in tokens 96 to 127: " in first
+    assert quoted in first
+    # The control: of token ids alone nobody knows the text.
+    done = run("explain", "--tokens", json.dumps([*tokens[:101], 8, *tokens[102:]]), root=lab.path)
+    assert quoted not in done.stdout
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_server_without_prefix_caching_hits_nothing(lab, prompt, tokens, serve, caching):
+    server = serve((200, json.dumps({"tokens": tokens})), caching=caching)
+    done = run("explain", "--prompt", prompt, "--url", server.url, root=lab.path)
+    assert done.exit_code == (0 if caching else 1)
+    assert ("prefix caching is off in this server" in " ".join(done.stdout.split())) is not caching
+
+
 def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
     lab.chunks(lab.namespace(), range(2))
     done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
     assert done.exit_code == 2
-    assert "expected IDENTITY, the root has 2 namespaces: " in done.stderr
+    assert "expected NAMESPACE, the root has 2 namespaces: " in done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ([], "expected one of --tokenizer and --url"),
-        (["--tokenizer", "x", "--url", "y"], "expected one of --tokenizer and --url"),
         (["--tokenizer", "/etc/hostname"], "expected a directory with tokenizer.json"),
-        (["--tokenizer", "no/such-model"], "expected a directory with tokenizer.json"),
         (["--tokenizer", "/no/such/model"], "/no/such/model: no such file or directory"),
-        (["--tokenizer", "no/such/model"], "no/such/model: no such file or directory"),
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+        (["--url", "http://127.0.0.1:1"], "--url: http://127.0.0.1:1/metrics: "),
         (["--url", "what is this"], "--url: found 'what is this', expected http://HOST:PORT"),
     ],
 )
@@ -123,7 +140,6 @@ def test_what_cannot_tokenize_is_one_sentence(lab, prompt, options, words):
     [
         ((404, "{}"), "HTTP 404"),
         ((200, "<html>"), "token 0: found '<html>'"),
-        ((200, "{}"), "token ids"),
     ],
 )
 def test_a_server_that_does_not_tokenize_is_one_sentence(lab, prompt, serve, answer, words):

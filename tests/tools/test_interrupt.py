@@ -32,7 +32,7 @@ COMMANDS = {
     "prune garbage": "prune --yes",
     "copy": "copy --to {at}/new --create",
     "diff": "diff org/model org/other",
-    "explain": f"explain org/model {key_of(1).hex()}",
+    "explain": f"explain org/model --tokens [{','.join(map(str, range(640)))}]",
     "plan": "plan {at}/config.json",
     "replay": "replay {at}/trace",
     "bench": "bench {at}/out --chunk-kib 64 --threads 1 --rounds 1 --total-mib 1",
@@ -46,7 +46,7 @@ def template(tmp_path):
     place = tmp_path / "template"
     lab = Lab(place / "kv")
     for name in ("org/model", "org/other"):
-        where = lab.namespace(model_name=name)
+        where = lab.namespace(model_name=name, hash_seed="default")
         lab.chunks(where, range(20))
     lab.chunk(where, 77)
     for name in ("out", "new"):

@@ -54,7 +54,7 @@ def lab(tmp_path):
     return lab
 
 
-PROMPT = f"explain --tokens-json {json.dumps(list(range(1000, 1064))).replace(' ', '')}"
+PROMPT = f"explain --tokens {json.dumps(list(range(1000, 1064))).replace(' ', '')}"
 
 
 @pytest.mark.parametrize("words", ["ls --chunks", "du", "plan config.json --tp 8", PROMPT])

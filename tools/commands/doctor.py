@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
-from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from fskv.bounds.limits import Limits
+from fskv.config import StoreConfig
 
-from ..doctor.configured import Configured, health_files, read
-from ..doctor.finding import Check, Finding, Level, Subject
-from ..doctor.rounds import examine
-from ..doctor.scratch import Scratch
-from ..doctor.visit import OF_MACHINE
-from ..doctor.visitor import visit
-from ..exits import Exit
+from ..doctor.configured import Configured, read
+from ..doctor.finding import Finding, Level, Subject
+from ..doctor.rounds import of_machine, of_root
+from ..exits import Exit, UsageError
 from ..options import JsonOption, root_option
 from ..terminal import emit, new_table, plain, print_table, say
 
 LINES = {
     "finding": {
         "check": "what was looked at",
-        "level": "`ok`, `hint`, `warning` or `problem`",
+        "level": "`problem`, `warning`, `hint`, `note` (something is absent) or `ok`",
         "found": "what was found, in words",
         "advice": "what to do, or null",
     },
     "summary": {
         "root": "the root that was looked at, or null for none or several",
-        "ok": "number of findings of that level",
-        "hint": "number of findings of that level",
-        "warning": "number of findings of that level",
-        "problem": "number of findings of that level",
+        **{level.value: "number of findings of that level" for level in Level},
     },
 }
 _STYLES = {
-    Level.OK: "green",
-    Level.HINT: "cyan",
-    Level.WARNING: "yellow",
     Level.PROBLEM: "bold red",
+    Level.WARNING: "yellow",
+    Level.HINT: "cyan",
+    Level.NOTE: "dim",
+    Level.OK: "green",
 }
 
 
 def command(
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="[DIR]", help="The same as --root.", show_default=False),
+    ] = None,
     root: Annotated[
         str | None,
         root_option("The cache root, or a directory that is to be one. Default: only the machine."),
@@ -68,62 +66,55 @@ def command(
 ) -> None:
     """Look at this machine, the mount and the root, and say what to do about what is found.
 
-    What the file system does (O_DIRECT, rename, links, clocks and more) is tried out with files of a moment
-    in the root, which are removed again; nothing is written to what is no root. A mount that hangs is a
-    finding. The worst is printed last. Exit code 1 if there is a problem; hints and warnings are 0.
+    What the file system does (O_DIRECT, rename, links, clocks) is tried out with files of a moment in the
+    root, which are removed again; nothing is written to what is no root, nor for engines that only load. A
+    mount that hangs is a finding. Problems come first. Exit code 1 if there is one; all else is 0.
     """
+    if directory is not None and config is not None:
+        raise UsageError("DIR, --config: found both, expected one of them")
     configured = Configured(()) if config is None else read(config)
-    roots: dict[str, list[Limits]] = {}
+    stores: dict[str, list[StoreConfig]] = {}
+    if config is None and (path := directory or root):
+        stores[os.path.abspath(path)] = []
     for store in configured.stores:
-        roots.setdefault(store.root, []).append(Limits(store.max_bytes, store.keep_free))
-    if config is None and root:
-        roots = {os.path.abspath(root): []}
-    counted: Counter[Level] = Counter()
-    shown: list[Finding] = []
-    findings = _findings(configured, roots, timeout, may_write=not no_write)
-    with closing(findings) as found:
-        for finding in found:
-            counted[finding.level] += 1
-            if as_json:
-                emit(
-                    "finding",
-                    check=finding.check,
-                    level=finding.level,
-                    found=finding.found,
-                    advice=finding.advice or None,
-                )
-            else:
-                shown.append(finding)
+        stores.setdefault(store.root, []).append(store)
+    found = [*configured.findings, *of_machine(timeout)]
+    for path, own in stores.items():
+        found += of_root(_subject(path, own, timeout, may_write=not no_write))
+    found.sort(key=lambda one: list(Level).index(one.level))
+    counted = Counter(one.level for one in found)
     if as_json:
-        emit(
-            "summary",
-            root=next(iter(roots)) if len(roots) == 1 else None,
-            **{level.value: counted[level] for level in Level},
-        )
+        for one in found:
+            emit(
+                "finding",
+                check=one.check,
+                level=one.level,
+                found=one.found,
+                advice=one.advice or None,
+            )
+        only = next(iter(stores)) if len(stores) == 1 else None
+        emit("summary", root=only, **{level.value: counted[level] for level in Level})
     else:
-        _print(shown)
+        _print(found)
         say(", ".join(f"{counted[level]} {level}" for level in Level if counted[level]))
     raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
 
 
-def _findings(
-    configured: Configured,
-    roots: dict[str, list[Limits]],
-    timeout_s: float,
-    *,
-    may_write: bool,
-) -> Generator[Finding]:
-    yield from configured.findings
-    of_files = Check("health file", lambda _subject: health_files(configured.stores))
-    yield from examine((of_files, *OF_MACHINE), Subject(None, timeout_s, Scratch(may_write=False)))
-    for root, told in roots.items():
-        yield from visit(root, timeout_s, may_write=may_write, told=told)
+def _subject(root: str, own: list[StoreConfig], timeout_s: float, *, may_write: bool) -> Subject:
+    """Return a root with what the stores on it need."""
+    return Subject(
+        root,
+        timeout_s,
+        may_write,
+        told=tuple(Limits(one.max_bytes, one.keep_free) for one in own if one.store),
+        only_loads=bool(own) and not any(one.store for one in own),
+        health_files=tuple(dict.fromkeys(one.health_file for one in own if one.health_file)),
+    )
 
 
 def _print(findings: list[Finding]) -> None:
-    """Print the worst last: a terminal shows the end of what does not fit."""
     table = new_table("", "CHECK", "FOUND")
-    for finding in sorted(findings, key=lambda one: list(Level).index(one.level)):
+    for finding in findings:
         level, found = plain(finding.level), plain(finding.found)
         level.stylize(_STYLES[finding.level])
         if finding.advice:

@@ -1,10 +1,9 @@
-"""What an engine is told, looked at before it reads weights: `--kv-transfer-config` and what is beside it."""
+"""What an engine is told, judged before it reads weights: `--kv-transfer-config` and what is beside it."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,20 +11,20 @@ from fskv.config import StoreConfig
 from fskv.errors import FskvError
 from fskv.kv_transfer.line import judge, wrong_fields
 from fskv.kv_transfer.multi import roles_of, stores_of
-from fskv.observe.health_file import check_directory
 
 from ..terminal import iec
-from .finding import Finding, hint, ok, problem
+from .finding import Finding, Level, ok, problem
 from .serve_line import OPTION, Given, parse
 
 _NOT_STARTED = "an engine with it does not start: docs/vllm.md has the options"
 _OF_OPTION = re.compile(r"option '([^']+)': ")
 _MOST = 20  # wrong options that are named
+_ANY_ROOT = "/fskv-doctor"  # in the place of a root that is none
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What was found, and the options of each store; none where one of them cannot work."""
+    """What was found, and the options of each store whose root can be looked at."""
 
     findings: tuple[Finding, ...]
     stores: tuple[StoreConfig, ...] = ()
@@ -42,15 +41,6 @@ def read(text: str) -> Configured:
     return Configured(tuple(findings), tuple(store for _, one in judged for store in one.stores))
 
 
-def health_files(stores: Iterable[StoreConfig]) -> Iterator[Finding]:
-    """Look where the health files go."""
-    for path in dict.fromkeys(store.health_file for store in stores):
-        try:
-            check_directory(path)
-        except FskvError as error:
-            yield problem("health file", str(error), "make the directory, or mount what has it")
-
-
 def _judge(given: Given) -> Configured:
     transfer = given.transfer
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
@@ -58,27 +48,26 @@ def _judge(given: Given) -> Configured:
         return Configured((found,))
     wrong, stores = _wrong_options(transfer)
     wrong += wrong_fields(transfer)
-    if wrong:
-        return Configured(
-            tuple(problem("options", each, _NOT_STARTED) for each in dict.fromkeys(wrong))
-        )
-    if not stores:
+    findings = [problem("options", each, _NOT_STARTED) for each in wrong]
+    if not wrong:
+        findings = [ok("options", _said(store)) for store in stores]
+    if not wrong and not stores:
         words = f"{transfer['kv_connector']} without a store of fskv's"
-        return Configured((problem("options", words, "docs/vllm.md has the lines to copy"),))
+        findings.append(problem("options", words, "docs/vllm.md has the lines to copy"))
     # vLLM's default of the policy is another one than fskv's.
     settings = {"kv_load_failure_policy": "fail", **transfer, **given.settings}
-    findings = [ok("options", _said(store)) for store in stores]
     findings += [
-        (problem if row.refused else hint)("options", sentence, row.do)
+        Finding(Level(row.level), "options", sentence, row.do)
         for store in stores
         for role in roles_of(transfer) or {None}
         for row, sentence in judge({**settings, "kv_role": role}, store)
     ]
-    return Configured(tuple(dict.fromkeys(findings)), stores)
+    known = tuple(store for store in stores if store.root != _ANY_ROOT)
+    return Configured(tuple(dict.fromkeys(findings)), known)
 
 
 def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], tuple[StoreConfig, ...]]:
-    """Return a sentence for each option that an engine would refuse, or else the stores.
+    """Return a sentence for each option that an engine would refuse, and the stores without those.
 
     An engine names the first; without that one it would name the next.
     """
@@ -102,10 +91,10 @@ def _put_right(tree: Any, name: str) -> int:
     if not isinstance(tree, dict):
         return 0
     count = sum(_put_right(each, name) for each in tree.values())
-    if name in tree and (name != "root" or tree[name] != "/x"):
+    if name in tree and tree[name] != _ANY_ROOT:
         tree.pop(name)
         if name == "root":
-            tree[name] = "/x"
+            tree[name] = _ANY_ROOT
         count += 1
     return count
 

@@ -1,4 +1,4 @@
-"""What is in the root: whose it is, who maintains it, what was left behind. Reads only."""
+"""What is in the root: whose it is, which engines share it, what was left behind. Reads only."""
 
 from __future__ import annotations
 
@@ -9,60 +9,57 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
-from fskv.bounds.limits import Limits
-from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.lease import SHARED_DIR
 from fskv.errors import FskvError
 from fskv.namespace import diff
-from fskv.root.process_id import HOST, provably_dead
-from fskv.root.root import FORMAT_FILE, TAG_FILE, Root
-from fskv.sizes import Share
+from fskv.observe.health_file import check_directory
+from fskv.root.root import Root
 
 from ..exits import UNSEEN
+from ..neighbours import living_heartbeats, wall_clock_ns
 from ..root_view import Namespace, RootView, Unlistable
-from ..terminal import duration, iec, many, show
-from .finding import Finding, Subject, hint, ok, problem, warning
+from ..terminal import many, show
+from .finding import Finding, Subject, hint, note, ok, problem, warning
 
-_STALE_LEASE_S = 60.0
 _MAX_SHARDS = 256  # of a namespace: enough to see what is there
 _MAX_PAIRS = 5
-_OLD_SNAPSHOT_S = 7 * 86400.0
-_NO_PERMISSION = "no permission"  # in what fskv.root.root says
+_NO_PERMISSION = "no permission"
 _AS_ENGINES = (
     "run this as the engines' user; all that use a root are one user, or have the option access"
 )
-_OURS = (FORMAT_FILE, TAG_FILE, SHARED_DIR, "lost+found", ".snapshot", ".snapshots", ".zfs")
 
 
-def state(subject: Subject) -> Iterator[Finding]:
-    """Is it a root at all? Only then, or where it is empty, anything may be written."""
-    path = subject.path
+# By words of what fskv.root.root says.
+_NO_ROOT = {
+    _NO_PERMISSION: _AS_ENGINES,
+    "has format": "engines of this fskv need another; remove this one when nobody uses it",
+    "is not an fskv root": "no engine starts on it: make an empty directory for the engines",
+    "": "give the directory that the engines have as their option root",
+}
+
+
+def health_file(subject: Subject) -> Iterator[Finding]:
+    for path in subject.health_files:
+        try:
+            check_directory(path)
+        except FskvError as error:
+            yield problem("health file", str(error), "make the directory, or mount what has it")
+
+
+def root(subject: Subject) -> Iterator[Finding]:
+    """Say whether it is a root at all: only there, or where it is empty, anything may be written."""
     try:
-        Root.open(path, create=False, writable=False)
+        Root.open(subject.path, create=False, writable=False)
     except FskvError as error:
         text = str(error).removeprefix("option 'root': ")
         if "is empty, expected" in text:
-            subject.scratch.is_ours = True
-            yield hint(
-                "root",
-                f"{path} is empty",
-                "an engine makes it a root, if this is where the mount is",
-            )
+            advice = "an engine makes it a root, if this is where the mount is"
+            yield hint("root", f"{subject.path} is empty", advice)
         else:
-            advice = "give the directory that the engines have as their option root"
-            if _NO_PERMISSION in text:
-                advice = _AS_ENGINES
-            elif "has format" in text:
-                advice = "engines of this fskv need another; remove this one when nobody uses it"
-            elif "is not an fskv root" in text:
-                advice = (
-                    "no engine starts on it: make an empty directory for engines, or look at the one "
-                    "that is their option root"
-                )
+            advice = next((do for words, do in _NO_ROOT.items() if words in text), _NO_ROOT[""])
             yield problem("root", text, advice)
-        return
-    subject.scratch.is_ours = True
-    yield ok("root", f"{path} is an fskv root of format 1")
+    else:
+        yield ok("root", f"{subject.path} is an fskv root of format 1")
 
 
 def permissions(subject: Subject) -> Iterator[Finding]:
@@ -72,224 +69,80 @@ def permissions(subject: Subject) -> Iterator[Finding]:
             info = os.stat(where, follow_symlinks=what == "root")
         except FileNotFoundError:
             continue
-        mode = stat.S_IMODE(info.st_mode)
-        check = f"owner of {what}"
-        if not stat.S_ISDIR(info.st_mode):
-            yield problem(check, f"{where} is no directory", "move it away; engines make it")
-            continue
-        if mode & 0o002:
-            yield warning(
-                check,
-                f"mode {mode:04o}: everybody may write",
-                "who can write can make hits of what he likes: 0700",
-            )
-        shared = mode & 0o020 and info.st_gid in (os.getegid(), *os.getgroups())
-        if shared and not mode & stat.S_ISGID:
-            yield warning(
-                check,
-                f"mode {mode:04o}: a group may write, but files get the group of their writer",
-                "for access = group: chmod g+s; else 0700",
-            )
-        elif info.st_uid != os.geteuid() and os.geteuid() != 0 and not shared:
-            yield warning(
-                check,
-                f"belongs to uid {info.st_uid}, this is {os.geteuid()}",
-                "files are for their owner alone (0600): run engines and tools as one user, or with the "
-                "option access",
-            )
-        elif not mode & 0o002:
-            yield ok(check, f"uid {info.st_uid}, mode {mode:04o}")
+        yield _judge(f"owner of {what}", where, info)
 
 
-def _is_displaced(subject: Subject) -> bool:
-    """Whether something else is where the maintenance files should be: a finding of `permissions`."""
-    try:
-        return not stat.S_ISDIR(os.lstat(f"{subject.path}/{SHARED_DIR}").st_mode)
-    except FileNotFoundError:
-        return False
-
-
-def lease(subject: Subject) -> Iterator[Finding]:
-    """Who counts and prunes."""
-    if _is_displaced(subject):
-        return
-    path = f"{subject.path}/{SHARED_DIR}/{LEASE_FILE}"
-    try:
-        told, mtime_s = read_lease(path)
-    except FileNotFoundError:
-        yield ok("lease", "nobody counts and prunes: no engine runs, or they start just now")
-        return
-    if told is None:
-        yield hint("lease", "cannot be read", "the next engine takes it")
-        return
-    age_s = time.time() - mtime_s
-    text = f"held by {told.host[:80]}, process {told.pid}"
-    if provably_dead(told.holder):
-        yield hint("lease", f"{text}, which is gone", "the next engine takes it within seconds")
-    elif age_s > _STALE_LEASE_S:
-        yield hint(
-            "lease",
-            f"{text}, not renewed for {duration(age_s)}",
-            "nothing to do where no engine runs; else see that process, or the clocks",
-        )
-    else:
-        yield ok("lease", f"{text}, renewed {duration(max(0.0, age_s))} ago")
+def _judge(check: str, where: str, info: os.stat_result) -> Finding:
+    mode = stat.S_IMODE(info.st_mode)
+    shared = mode & 0o020 and info.st_gid in (os.getegid(), *os.getgroups())
+    if not stat.S_ISDIR(info.st_mode):
+        return problem(check, f"{where} is no directory", "move it away; engines make it")
+    if mode & 0o002:
+        advice = "anybody can make wrong hits there: chmod 0700"
+        return warning(check, f"mode {mode:04o}: everybody may write", advice)
+    if shared and not mode & stat.S_ISGID:
+        text = f"mode {mode:04o}: a group may write, but files get the group of their writer"
+        return warning(check, text, "for access = group: chmod g+s; else 0700")
+    if info.st_uid != os.geteuid() and os.geteuid() != 0 and not shared:
+        text = f"belongs to uid {info.st_uid}, this is {os.geteuid()}"
+        return warning(check, text, _AS_ENGINES)
+    return ok(check, f"uid {info.st_uid}, mode {mode:04o}")
 
 
 def engines(subject: Subject) -> Iterator[Finding]:
-    """The engines that share the root, and the bounds that they were given."""
-    if _is_displaced(subject):
-        return
-    shared = f"{subject.path}/{SHARED_DIR}"
-    try:
-        found = SharedFiles(shared).heartbeats()
-    except FileNotFoundError:
-        yield ok("engines", "none was here, or none since the maintenance files were removed")
-        return
-    alive = [beat for beat in found if not provably_dead(beat.name)]
-    yield ok("engines", f"{many(len(alive), 'engine')} may be alive")
-    if dead := len(found) - len(alive):
-        yield hint(
-            "engines",
-            f"{many(dead, 'heartbeat')} of engines that died on {HOST}",
-            "removed by whoever counts next",
-        )
-    for text in sorted({_limits(beat.limits) for beat in alive}):
-        yield ok("bounds", text)
+    """Say how many engines share the root."""
+    alive = living_heartbeats(subject.path, wall_clock_ns())
+    if alive:
+        yield ok("engines", many(len(alive), "engine or watcher lives", "engines or watchers live"))
+    else:
+        yield note("engines", "none is alive")
     if any(beat.full for beat in alive):
-        yield warning(
-            "engines",
-            "engines have met a full disk",
-            "make room, or give engines a max_bytes below it",
-        )
-
-
-def _limits(limits: Limits) -> str:
-    keep = limits.keep_free
-    kept = f"{keep.percent:g} %" if isinstance(keep, Share) else iec(keep)
-    words = [f"keep_free {kept}"]
-    for name, nbytes in (
-        ("max_bytes", limits.max_nbytes),
-        ("for a tenant", limits.tenant_max_nbytes),
-    ):
-        if nbytes is not None:
-            words.append(f"{name} {iec(nbytes)}")
-    return ", ".join(words)
+        advice = "make room, or give engines a max_bytes below it"
+        yield warning("engines", "engines have met a full disk", advice)
 
 
 def namespaces(subject: Subject) -> Iterator[Finding]:
-    """What is stored, and by identities that differ though they look alike."""
+    """Name the namespaces that cannot be used, and those that differ though they look alike."""
     view = RootView.open(subject.path)
     found = view.namespaces()
-    if unseen := _unseen(view.path):
-        text = f"{len(found)} besides those in what cannot be listed: {_shown(unseen)}"
+    unseen = sorted(os.path.basename(one) for one in UNSEEN if os.path.dirname(one) == view.path)
+    if unseen:
+        names = ", ".join(map(show, unseen[:3]))
+        text = f"{len(found)} besides those in what cannot be listed: {names}"
         yield problem("namespaces", text, _AS_ENGINES)
     else:
-        yield ok("namespaces", f"{len(found)}")
+        yield (ok if found else note)("namespaces", f"{len(found)}")
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
     for one in found:
-        if one.problem is not None:
-            yield problem(
-                "namespaces",
-                f"{show(one.id)}: {one.problem}",
-                _AS_ENGINES
-                if _NO_PERMISSION in one.problem
-                else "no engine can use it; `fskv rm` it, it is a cache",
-            )
-        else:
+        if one.problem is None:
             alike[one.arch, one.model].append(one)
-    pairs = 0
-    for group in alike.values():
-        for a, b in itertools.pairwise(group):
-            if a.identity is None or b.identity is None or (pairs := pairs + 1) > _MAX_PAIRS:
-                continue
-            fields = ", ".join(
-                sorted({str(d.path).split(".")[0] for d in diff(a.identity, b.identity)})[:4]
-            )
-            yield hint(
-                "namespaces",
-                f"{show(a.id)} and {show(b.digest16)} do not share: {fields}",
-                f"meant to? else: fskv diff {show(a.digest16)} {show(b.digest16)}",
-            )
-    if pairs > _MAX_PAIRS:
-        yield hint("namespaces", f"{pairs - _MAX_PAIRS} more such pairs", "fskv ls; fskv diff")
-    yield from _strangers(view.path, {*unseen, *(one.arch for one in found)})
+            continue
+        advice = "no engine can use it; `fskv rm` it, it is a cache"
+        if _NO_PERMISSION in one.problem:
+            advice = _AS_ENGINES
+        yield problem("namespaces", f"{show(one.id)}: {one.problem}", advice)
+    pairs = [pair for group in alike.values() for pair in itertools.pairwise(group)]
+    for a, b in pairs[:_MAX_PAIRS]:
+        assert a.identity is not None
+        assert b.identity is not None
+        fields = {str(each.path).split(".")[0] for each in diff(a.identity, b.identity)}
+        text = f"{show(a.id)} and {show(b.digest16)} do not share: {', '.join(sorted(fields)[:4])}"
+        advice = f"meant to? else: fskv diff {show(a.digest16)} {show(b.digest16)}"
+        yield hint("namespaces", text, advice)
 
 
-def _unseen(path: str) -> list[str]:
-    """Name what could not be listed of a root whose namespaces were asked for: they may be in there."""
-    return [os.path.basename(one) for one in UNSEEN if os.path.dirname(one) == path]
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(show(name) for name in sorted(names)[:3]) + more
-
-
-def _strangers(path: str, known: set[str]) -> Iterator[Finding]:
-    with os.scandir(path) as entries:
-        names = [
-            entry.name
-            for entry in itertools.islice(entries, 10_000)
-            if entry.name not in _OURS
-            and entry.name not in known
-            and not entry.name.startswith((".fskv-", ".nfs"))
-        ]
-    if names:
-        yield hint(
-            "foreign",
-            f"{len(names)} entries that are not fskv's: {_shown(names)}",
-            "never deleted by fskv; yours to move",
-        )
-
-
-def leftovers(subject: Subject) -> Iterator[Finding]:
-    """Parts, foreign files and snapshots of namespaces; of large ones the first directories."""
-    parts = old = foreign = unlistable = looked = 0
+def directories(subject: Subject) -> Iterator[Finding]:
+    """Look for directories of chunks that cannot be listed; in large namespaces at some of them."""
+    unlistable = looked = 0
     end = time.monotonic() + subject.timeout_s / 2
-    now = time.time()
-    view = RootView.open(subject.path)
-    for one in view.namespaces():
+    for one in RootView.open(subject.path).namespaces():
         for shard in itertools.islice(one.walk(), _MAX_SHARDS):
             looked += 1
-            if isinstance(shard, Unlistable):
-                unlistable += 1
-                continue
-            foreign += shard.num_foreign
-            parts += len(shard.parts)
-            old += sum(now - part.mtime_ns / 1e9 > 3600 for part in shard.parts)
+            unlistable += isinstance(shard, Unlistable)
             if time.monotonic() > end:
                 break
-        yield from _snapshot(one, now)
-    text = f"in {looked:,} directories of chunks"
     if unlistable:
-        yield problem(
-            "leftovers", f"{unlistable} {text} cannot be listed", "permissions, or the disk"
-        )
-    if old:
-        yield hint(
-            "leftovers",
-            f"{old} parts {text} are older than an hour",
-            "`fskv prune`, or the next engine",
-        )
-    if foreign:
-        yield hint(
-            "leftovers",
-            f"{foreign} foreign files {text}",
-            "never deleted by fskv; `fskv du` counts them",
-        )
-    if not (unlistable or old or foreign or _unseen(view.path)):
-        yield ok("leftovers", f"none {text}; {parts} files are being written")
-
-
-def _snapshot(one: Namespace, now: float) -> Iterator[Finding]:
-    try:
-        age_s = now - os.lstat(f"{one.path}/snapshot.msgpack").st_mtime
-    except (FileNotFoundError, PermissionError):
-        return  # made by whoever counts; what may not be read is said of its namespace
-    if age_s > _OLD_SNAPSHOT_S:
-        yield hint(
-            "snapshot",
-            f"{show(one.id)}: {duration(age_s)} old",
-            "nothing counted since: no engine ran, or see lease",
-        )
+        found = f"{unlistable} of {looked:,} cannot be listed"
+        yield problem("directories", found, "see permissions, or the disk")
+    else:
+        yield ok("directories", f"{looked:,} can be listed")

@@ -2,69 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from functools import partial
 
 from fskv.bounds.limits import Limits
 
-from .scratch import Scratch
-
 
 class Level(StrEnum):
-    """How bad it is. Hints and warnings do not change the exit code."""
+    """How bad a finding is, the worst first. Only a problem changes the exit code."""
 
-    OK = "ok"
-    HINT = "hint"
-    WARNING = "warning"
     PROBLEM = "problem"
+    WARNING = "warning"
+    HINT = "hint"
+    NOTE = "note"  # something is absent, or was not looked at
+    OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    check: str
+    """One sentence about one check."""
+
     level: Level
+    check: str
     found: str
-    advice: str = ""  # what to do; empty where it is ok
+    advice: str = ""  # what to do; empty where nothing is to be done
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is looked at. `root` is None where only the machine is."""
+    """A root to look at, and what its engines are to do with it."""
 
-    root: str | None
+    path: str
     timeout_s: float
-    scratch: Scratch
-    told: tuple[Limits, ...] = ()  # bounds that engines are to have; none: nobody said
-
-    @property
-    def path(self) -> str:
-        """The root, for checks of a root."""
-        assert self.root is not None
-        return self.root
+    may_write: bool
+    told: tuple[Limits, ...] = ()  # the bounds that engines are to have; none: nobody said
+    only_loads: bool = False  # whether all engines that are to use it have "store": false
+    health_files: tuple[str, ...] = ()
 
 
-class Check(NamedTuple):
-    """One thing to look at. One that touches the root may hang with it; one that writes needs leave to."""
-
-    name: str
-    look: Callable[[Subject], Iterable[Finding]]
-    of_root: bool = False
-    writes: bool = False
-
-
-def ok(check: str, found: str) -> Finding:
-    return Finding(check, Level.OK, found)
-
-
-def hint(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, Level.HINT, found, advice)
-
-
-def warning(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, Level.WARNING, found, advice)
-
-
-def problem(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, Level.PROBLEM, found, advice)
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+hint = partial(Finding, Level.HINT)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)

@@ -1,8 +1,8 @@
-"""The `--kv-transfer-config` in what somebody has, with what stands beside it.
+"""Finds the `--kv-transfer-config` in what somebody has, with what stands beside it.
 
-That is JSON, a server's line or script, the file of its `--config`, or YAML that has servers started:
-Kubernetes, compose, values of a chart. Of YAML no schema is known: in any list, text or mapping the option
-counts, and with it what is beside it. vLLM's spellings are understood: the whole as JSON, or a part of it as
+That is JSON, a server's line, the file of its `--config`, or YAML that has servers started: Kubernetes,
+compose, values of a chart. Of YAML no schema is known: in any list, text or mapping the option counts, and
+with it what is beside it. vLLM's spellings are understood: the whole as JSON, or a part of it as
 `--kv-transfer-config.NAME VALUE`.
 """
 
@@ -27,13 +27,10 @@ from ..terminal import show
 OPTION = "--kv-transfer-config"
 _EXPECTED = f"expected JSON, a file, or a line of `vllm serve` with {OPTION}"
 _MAX_NBYTES = 1 << 20
-_MOST = 10_000  # values of a configuration
-_YAML = (".yaml", ".yml")
 _NAMED = re.compile(r"--kv[-_]transfer[-_]config(?![-\w])")  # also in a shell's line
 _IS_WORD = re.compile(_NAMED.pattern + r"[.\w]*(=|$)")
 _PLUGINS_NAME = "VLLM_PLUGINS"
-_PLUGINS = re.compile(rf"(?:.*=)?({_PLUGINS_NAME})=(.*)", re.DOTALL)  # behind `--env=`, too
-_ASSIGNS = re.compile(r"\w+=|env$|export$")
+_PLUGINS = re.compile(rf"(?:.*=)?{_PLUGINS_NAME}=(.*)", re.DOTALL)  # behind `--env=`, too
 # By how they are written in a line, in YAML, or as charts do.
 _KNOWN = {name.replace("_", "").lower(): name for name in SETTINGS}
 _DEFAULTS = {"shutdown_timeout": 0}  # of vLLM, for a server
@@ -42,7 +39,7 @@ _FLAGS = {name for name in SETTINGS if name.startswith(("enable_", "calculate_")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What was found. `where`: in what, where several servers are in it."""
+    """A configuration that was found. `where`: in what, where several are in one file."""
 
     transfer: Any
     settings: dict[str, Any] = field(default_factory=dict)  # by the names of fskv.kv_transfer.line
@@ -51,22 +48,22 @@ class Given:
 
 def parse(given: str) -> list[Given]:
     """Find the configurations; raises UsageError where there is none, or one is no JSON."""
-    text, where = given.strip(), "--config"
+    text, where, is_yaml = given.strip(), "--config", False
     names_file = os.path.isfile(text) or len(text.split()) == 1
-    is_yaml = False
     if names_file and not text.startswith(("{", "-")):
-        where, is_yaml = show(text), text.endswith(_YAML)
+        where, is_yaml = show(text), text.endswith((".yaml", ".yml"))
         try:
             text = read_bytes(text, _MAX_NBYTES).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UsageError(f"{where}: found no text, {_EXPECTED}") from None
     try:
         if is_yaml:
-            found, seen = list(_of_yaml(text)), f"no {OPTION.removeprefix('--')}"
+            found, seen = _of_yaml(text), f"no {OPTION.removeprefix('--')}"
         elif text.lstrip().startswith("{"):
             return [Given(parse_json(text.encode()))]
         else:
-            found, seen = list(_of_words(_split(text), _DEFAULTS)), show(text[:80]) or "nothing"
+            found = list(_inside(_options(_split(text)), "", _DEFAULTS))
+            seen = show(text[:80]) or "nothing"
     except (ValueError, RecursionError) as error:
         words = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise UsageError(f"{where}: {words}") from None
@@ -85,68 +82,54 @@ def _split(line: str) -> list[str]:
         raise ValueError(f"{error}; {_EXPECTED}") from None
 
 
-def _of_words(words: list[str], beside: dict[str, Any], where: str = "") -> Iterator[Given]:
-    """Yield the server of a line that has the option, or the servers of a script."""
-    begins = [0]
-    for idx, pair in enumerate(itertools.pairwise(words)):
-        if pair[1] == "serve" and pair[0].rpartition("/")[2] == "vllm":
-            while idx and _ASSIGNS.match(words[idx - 1]):
-                idx -= 1  # noqa: PLW2901
-            begins.append(idx)
-    del begins[1:2]  # all that is before the first server is of it
-    environment = dict(beside)
-    for number, (begin, end) in enumerate(itertools.pairwise([*begins, len(words)]), 1):
-        transfer, settings = None, environment
-        environment = dict(beside)
-        for word, following in itertools.pairwise([*words[begin:end], ""]):
-            if plugins := _PLUGINS.fullmatch(word):
-                settings[plugins[1]] = environment[plugins[1]] = plugins[2].rstrip(";")
-            elif word.startswith("--"):
-                transfer = _take(word, following, transfer, settings)
-        if transfer is not None:
-            number_of = f"server {number} of {len(begins)}" if len(begins) > 1 else ""
-            yield Given(transfer, settings, ", ".join(filter(None, (where, number_of))))
+def _options(words: list[str]) -> dict[str, Any]:
+    """Return the options of a line as a server's YAML would have them. Raises ValueError."""
+    found: dict[str, Any] = {}
+    servers = 0
+    for word, following in itertools.pairwise([*words, ""]):
+        servers += word.rpartition("/")[2] == "vllm" and following == "serve"
+        if plugins := _PLUGINS.fullmatch(word):
+            found[_PLUGINS_NAME] = plugins[1].rstrip(";")
+        elif word.startswith("--"):
+            name, equals, rest = word.removeprefix("--").partition("=")
+            name, *path = name.split(".")
+            bare = re.sub("^no[-_]", "", name)
+            if bare != name or (_KNOWN.get(_bare(bare)) in _FLAGS and not equals):
+                found[bare] = bare == name
+            elif path:
+                _put(found, [name, *path], rest if equals else following)
+            else:
+                found[name] = rest if equals else following  # of several the last, as vLLM does
+    if servers > 1:
+        raise ValueError(f"found {servers} servers, expected one `vllm serve`: give each by itself")
+    return found
 
 
-def _take(word: str, following: str, transfer: Any, settings: dict[str, Any]) -> Any:
-    """Take one option of a line; return the configuration with it."""
-    name, equals, rest = word.partition("=")
-    option, *path = name.split(".")
-    value = rest if equals else following
-    if not _NAMED.fullmatch(option):
-        bare = option.removeprefix("--no-").removeprefix("--no_")
-        known = _KNOWN.get(_bare(bare))
-        if known is not None:
-            is_flag = bare != option or (known in _FLAGS and not equals)
-            settings[known] = bare == option if is_flag else value
-        return transfer
-    if not path:  # of several the last, as vLLM does
-        return _parsed(value)
-    transfer = transfer if isinstance(transfer, dict) else {}
-    _put(transfer, path, value)
-    return transfer
+def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
+    for name in path[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    try:
+        tree[path[-1]] = json.loads(text)
+    except ValueError:
+        tree[path[-1]] = text  # as vLLM does
 
 
 def _bare(name: object) -> str:
     return re.sub("[-_]", "", str(name)).lower()
 
 
-def _parsed(value: str) -> Any:
+def _transfer(value: Any) -> Any:
+    """Return what JSON says, or would say: no dates, and nothing that is in itself."""
+    if not isinstance(value, str):
+        try:
+            return json.loads(json.dumps(value))
+        except TypeError as error:
+            raise ValueError(f"no JSON could say this: {str(error)[:200]}") from None
     if re.fullmatch(r"\$[({]?\w+[)}]?", value):
         raise ValueError(f"{OPTION}: found {value}, expected JSON: put it in the place of its name")
     return parse_json(value.encode())
-
-
-def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
-    for name in path[:-1]:
-        inner = tree.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise ValueError(f"{OPTION}.{'.'.join(path)}: {name} has a value already")  # noqa: TRY004
-        tree = inner
-    try:
-        tree[path[-1]] = json.loads(text)
-    except ValueError:
-        tree[path[-1]] = text  # as vLLM does
 
 
 # --- YAML -------------------------------------------------------------------------------------
@@ -155,39 +138,31 @@ def _put(tree: dict[str, Any], path: list[str], text: str) -> None:
 def _of_yaml(text: str) -> list[Given]:
     documents = _documents(text)
     found: list[Given] = []
-    seen: set[int] = set()
-    waiting = [(each, _title(each, len(documents)), _DEFAULTS) for each in reversed(documents)]
-    while waiting:
-        node, where, beside = waiting.pop()
-        if id(node) in seen:  # an alias, maybe of what it is in
-            continue
-        seen.add(id(node))
-        values = node if isinstance(node, dict) else {"": node}
-        settings = {**beside, **_settings_in(values)}
-        words: list[str] = []
-        inside: list[Any] = []
-        for key, value in values.items():
-            if _bare(key) == "kvtransferconfig" and value is not None:
-                transfer = _parsed(value) if isinstance(value, str) else _plain(value)
-                found.append(Given(transfer, settings, where))
-                continue
-            at = f"{where}.{key}".strip(".")
-            if isinstance(value, dict):
-                inside.append((value, at, settings))
-            elif isinstance(value, list):
-                scalars = [each for each in value if not isinstance(each, dict | list)]
-                words += [word for each in scalars for word in _words_in(str(each))]
-                inside += [
-                    (each, f"{at}[{_name(each, n)}]", settings)
-                    for n, each in enumerate(value)
-                    if isinstance(each, dict | list)
-                ]
-            elif isinstance(value, str) and _NAMED.search(value):
-                words += _split(value)
-        if any(_IS_WORD.match(word) for word in words):
-            found += _of_words(words, settings, where)
-        waiting += reversed(inside)
+    for number, document in enumerate(documents, 1):
+        where = f"document {number}" if len(documents) > 1 else ""
+        found += _inside({"": document}, where, _DEFAULTS)
     return found if len(found) > 1 else [replace(each, where="") for each in found]
+
+
+def _inside(node: dict[Any, Any], where: str, beside: dict[str, Any]) -> Iterator[Given]:
+    """Yield the configurations in a mapping, with what stands beside them."""
+    settings = {**beside, **_settings_in(node)}
+    words: list[str] = []
+    for key, value in node.items():
+        if _bare(key) == "kvtransferconfig" and value is not None:
+            yield Given(_transfer(value), settings, where)
+            continue
+        listed = isinstance(value, list)
+        for number, each in enumerate(value if listed else [value]):
+            at = f"{where}.{key}".strip(".") + (f"[{number}]" if listed else "")
+            if isinstance(each, dict | list):
+                yield from _inside(each if isinstance(each, dict) else {"": each}, at, settings)
+            elif _NAMED.search(str(each)) and not (listed and _IS_WORD.match(each)):
+                words += _split(each)
+            elif listed:
+                words.append(str(each))
+    if any(map(_IS_WORD.match, words)):
+        yield from _inside(_options(words), where, settings)
 
 
 def _documents(text: str) -> list[Any]:
@@ -201,26 +176,6 @@ def _documents(text: str) -> list[Any]:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _title(document: Any, count: int) -> str:
-    """Name one of several documents as Kubernetes does."""
-    if count == 1 or not isinstance(document, dict):
-        return ""
-    metadata = document.get("metadata")
-    name = metadata.get("name") if isinstance(metadata, dict) else None
-    return f"{document.get('kind')} {name}"
-
-
-def _name(node: Any, number: int) -> Any:
-    name = node.get("name") if isinstance(node, dict) else None
-    return name if isinstance(name, str) else number
-
-
-def _words_in(element: str) -> list[str]:
-    """Return an element of a list as words: one, unless it is a line for a shell."""
-    is_line = _NAMED.search(element) and not _IS_WORD.match(element)
-    return _split(element) if is_line else [element]
-
-
 def _settings_in(node: dict[Any, Any]) -> dict[str, Any]:
     """Return the settings among a mapping's own values, and the plug-ins in an environment of its."""
     found = {
@@ -229,26 +184,9 @@ def _settings_in(node: dict[Any, Any]) -> dict[str, Any]:
         if _bare(key) in _KNOWN and not isinstance(value, list)
     }
     for value in node.values():
-        variables = value if isinstance(value, list) else [value]
-        for each in variables:
+        for each in value if isinstance(value, list) else [value]:
             if isinstance(each, dict):
                 named = each.get("value") if each.get("name") == _PLUGINS_NAME else None
                 plugins = each.get(_PLUGINS_NAME, named)
                 found |= {} if plugins is None else {_PLUGINS_NAME: plugins}
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON would say: no dates, and nothing that is in itself."""
-    waiting, count = [value], 0
-    while waiting:
-        node = waiting.pop()
-        count += 1
-        if count > _MOST:
-            raise ValueError("no JSON could say this: it is too long, or in itself")
-        if isinstance(node, dict | list):
-            waiting += node.values() if isinstance(node, dict) else node
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError as error:
-        raise ValueError(f"no JSON could say this: {str(error)[:200]}") from None

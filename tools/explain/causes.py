@@ -1,221 +1,229 @@
-"""Why a chunk is not there, as far as the root tells: pruned lately, under another identity, never stored.
+"""Why a chunk is not there, as far as the root tells, the likeliest cause first.
 
-Each answer is a sentence that says what was seen. What a root cannot know (which prompts an engine has had)
-is said as a possibility.
+Each answer is a sentence that says what was seen. A root does not know which prompts an engine has had: the
+sentence says so, and quotes the tokens of the given prompt, where somebody can make text of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from fskv import namespace
 from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Heartbeat
 from fskv.hybrid_planner import GroupKind
-from fskv.namespace import Identity
 
+from .. import room
 from ..exits import UsageError
-from ..identity_words import Reason, reasons
-from ..room import Bound
-from ..root_view import Namespace, RootView
+from ..identity_words import headline, reasons
+from ..neighbours import living_heartbeats, wall_clock_ns
+from ..root_view import RootView
 from ..terminal import iec
-from .chunk_state import FileState, GroupFiles, State
-from .prompt import Prompt
+from .chunk_state import ABSENT, GOOD, FileState
+from .look import ChunkLook, Report, hit_there, span
+from .tokens import Decode
 
 _MAX_READS = 300  # of the log: 256 files are kept, 4 MiB are returned at a time
-MAX_NEIGHBOURS = 64  # namespaces that are compared
+_MAX_NEIGHBOURS = 64  # namespaces that are compared
+_MAX_TOLD = 3  # of each kind
+_QUOTED = 60  # letters at each end
+
+_REMOVED = (
+    "a prompt with these tokens was stored, as what follows them shows: these files were removed since "
+    "(pruned, `fskv rm`, `fskv verify --remove-bad`), or their stores were skipped or failed"
+)
+_WINDOWED = (
+    "windows and states are stored at the last boundary of a prompt alone, unless the engine runs with "
+    "--prefix-cache-retention-interval: a prompt that ended elsewhere left none here"
+)
+_ENDED = (
+    "or the stored prompts ended before: tokens that an engine generated are not stored unless "
+    "offload_prompt_only is false"
+)
+_RECENT = "or it was sent seconds ago: an engine's last stores are handed over in its next step"
+_FIRST = (
+    "often it is a date or an id in the system prompt, a cache_salt or an adapter; or no prompt was stored, "
+    "or all of it was removed"
+)
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """Another namespace of the root in which the prompt or the key would be found."""
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why chunks are not there or cannot be loaded; `group` None: about the root as a whole."""
 
-    where: Namespace
-    hit_tokens: int | None  # None where a key was asked for
-    reasons: tuple[Reason, ...]  # why it is not shared
+    text: str
+    group: int | None = None
+    chunk: int | None = None  # the first of them
+    last_chunk: int | None = None
+    namespace: str | None = None  # another one, which has them
+    hit_tokens: int | None = None  # that would hit there
 
     @property
-    def same_model(self) -> bool:
-        """It could be shared if the settings were: its KV is of the same weights, or of the same name."""
-        return not {"weights", "model_name"} <= {reason.field for reason in self.reasons}
+    def about(self) -> str:
+        if self.group is None:
+            return self.namespace or "the root"
+        assert self.chunk is not None
+        assert self.last_chunk is not None
+        several = "s" * (self.chunk != self.last_chunk)
+        return f"group {self.group} chunk{several} {span(self.chunk, self.last_chunk)}"
 
 
-@dataclass
-class Removed:
-    """Chunks of one namespace that were pruned some minutes ago, among those that matter here."""
-
-    names: set[tuple[bytes, int]] = field(default_factory=set)
-
-    @classmethod
-    def among(cls, root: str, digest16: str, keys: Iterable[tuple[bytes, int]]) -> Removed:
-        """Read the log for these (key, group); an unreadable or hostile one says nothing."""
-        wanted = {(bytes.fromhex(namespace.chunk_name(key)), group) for key, group in keys}
-        found = cls()
-        with contextlib.suppress(OSError):
-            log = EvictionNews(f"{root}/{SHARED_DIR}")
-            for _ in range(_MAX_READS):
-                packed = log.take_new(digest16)
-                if not packed:
-                    break
-                found.names |= wanted.intersection(entries(packed))
-        return found
-
-    def has(self, key: bytes, group_idx: int) -> bool:
-        return (bytes.fromhex(namespace.chunk_name(key)), group_idx) in self.names
-
-
-def neighbours(
-    view: RootView,
-    identity: Identity,
-    tokens: Sequence[int],
-    *,
-    cache_salt: str | None,
-    lora: tuple[str, str] | None,
-) -> list[Neighbour]:
-    """Find the namespaces of other identities that would hit this prompt, the longest hit first."""
-    found = []
-    hashes: dict[tuple[str, str, int], Sequence[bytes]] = {}  # most namespaces hash alike
-    for where, other in _others(view, identity):
-        how = (other.hash_algorithm, other.hash_seed, other.tokens_per_hash)
-        try:
-            if how not in hashes:
-                hashes[how] = Prompt.of(other, tokens, cache_salt=cache_salt, lora=lora).hashes
-            prompt = Prompt(other, len(tokens), hashes[how])
-            files = [GroupFiles.of(other, group, where.path) for group in other.groups]
-            hit = prompt.hit_tokens(
-                lambda g, c, p=prompt, f=files: f[g].looks_present(p.key(g, c))  # type: ignore[misc]
+def find(
+    view: RootView, report: Report, tokens: Sequence[int], decode: Decode | None
+) -> Iterator[Cause]:
+    """Say why a prompt does not hit all that it could, the likeliest cause first."""
+    prompt = report.prompt
+    for position, look in report.broken[:_MAX_TOLD]:
+        wanted = prompt.first_wanted_block(position, look.chunk, report.verdict.hit_tokens)
+        text = _why_bad(look.worst, wanted)
+        yield Cause(text, prompt.groups[position].group_idx, look.chunk, look.chunk)
+    bounds = room.bounds(view.path, prompt.identity.tenant)
+    pruned = _pruned_lately(view.path, report)
+    ends = [
+        (look.chunk + 1) * prompt.tokens_per_chunk(position)
+        for position, looks in enumerate(report.looks)
+        for look in looks
+        if look.worst.state == GOOD or (look.key, position) in pruned
+    ]
+    stored_tokens = max(ends, default=0)  # so far a prompt like this one was stored for certain
+    seen, guessed = [], []
+    parted = prompt.num_tokens  # from this token on no stored prompt is like this one
+    lacking = [one for one in report.verdict.culprits if one.missing]
+    lacking.sort(key=lambda one: one.missing[0] * prompt.tokens_per_chunk(one.position))
+    for culprit in lacking:
+        group, size = prompt.groups[culprit.position], prompt.tokens_per_chunk(culprit.position)
+        by_text: dict[str, list[int]] = {}
+        for chunk in culprit.missing:
+            look = report.looks[culprit.position][chunk]
+            text = _why_absent(group.kind, look)
+            if (look.key, culprit.position) in pruned:
+                text = _pruned(bounds)
+            elif text in ("", _WINDOWED) and chunk * size >= parted:
+                continue  # it is not there because the prompts have parted
+            elif not text and (chunk + 1) * size <= stored_tokens:
+                text = _REMOVED
+            by_text.setdefault(text, []).append(chunk)
+        unseen = by_text.pop("", [])
+        for text, chunks in by_text.items():
+            runs = _runs(chunks)[:_MAX_TOLD]
+            seen += [Cause(text, group.group_idx, first, last) for first, last in runs]
+        if unseen:
+            parted, end = unseen[0] * size, (unseen[0] + 1) * size
+            quoted = _quote(tokens[parted:end], decode)
+            text = (
+                f"the prompt differs from the stored ones in tokens {parted} to {end - 1}{quoted}"
             )
-        except UsageError:
-            continue  # its keys cannot be known, or it is no identity of an engine
-        if hit:
-            found.append(Neighbour(where, hit, tuple(reasons(identity, other))))
-    return sorted(found, key=lambda one: (not one.same_model, -(one.hit_tokens or 0), one.where.id))
+            guessed += [
+                Cause(each, group.group_idx, unseen[0], unseen[-1])
+                for each in (text, _ENDED if stored_tokens else _FIRST, _RECENT)
+            ]
+    if guessed:
+        yield from map(Cause, _no_room(view, bounds, report))
+        yield from _neighbours(view, report, tokens)
+    yield from seen
+    yield from guessed
 
 
-def neighbours_of_key(
-    view: RootView, identity: Identity, key: bytes, groups: Iterable[int]
-) -> list[Neighbour]:
-    """Find the namespaces of other identities that have files of this key in one of the groups."""
-    wanted = set(groups)
-    found = []
-    for where, other in _others(view, identity):
-        try:
-            files = [GroupFiles.of(other, g, where.path) for g in other.groups]
-        except UsageError:
-            continue
-        if any(each.group.group_idx in wanted and each.looks_present(key) for each in files):
-            found.append(Neighbour(where, None, tuple(reasons(identity, other))))
+def _pruned_lately(root: str, report: Report) -> set[tuple[bytes, int]]:
+    """Return the (key, position) of missing chunks that the log of prunes names.
+
+    A log that cannot be read, or is hostile, says nothing.
+    """
+    prompt, wanted = report.prompt, {}
+    for one in report.verdict.culprits:
+        for chunk in one.missing:
+            key = prompt.key(one.position, chunk)
+            name = bytes.fromhex(namespace.chunk_name(key))
+            wanted[name, prompt.groups[one.position].group_idx] = key, one.position
+    found: set[tuple[bytes, int]] = set()
+    with contextlib.suppress(OSError):
+        log = EvictionNews(f"{root}/{SHARED_DIR}")
+        for _ in range(_MAX_READS):
+            packed = log.take_new(prompt.identity.digest16)
+            if not packed:
+                break
+            found.update(wanted[each] for each in wanted.keys() & set(entries(packed)))
     return found
 
 
-def _others(view: RootView, identity: Identity) -> Iterable[tuple[Namespace, Identity]]:
-    own = namespace.directory(identity)
-    others = [one for one in view.namespaces() if one.id != own]
-    # Of the same model first: where there are very many, those are the ones that may have it.
-    others.sort(key=lambda one: one.model not in own)
-    for where in others[:MAX_NEIGHBOURS]:
-        if where.identity is not None:
-            yield where, where.identity
+def _quote(tokens: Sequence[int], decode: Decode | None) -> str:
+    """Return the text of a chunk, its beginning and its end."""
+    text = decode(tokens) if decode is not None else ""
+    if len(text) > 2 * _QUOTED:
+        text = f"{text[:_QUOTED]}...{text[-_QUOTED:]}"
+    return f": {text!r}" if text else ""
 
 
-def why_bad(state: FileState, first_wanted: int) -> str:
-    """Say in words what is wrong with a file that a lookup takes for a hit."""
-    if state.state is State.GOOD:
+def _why_bad(state: FileState, first_wanted: int) -> str:
+    """Say what is wrong with a file that a lookup takes for a hit."""
+    if state.state == GOOD:
         return (
             f"it holds the blocks from {state.first_block} on, and block {first_wanted} is needed: the "
             "blocks before had left the window when it was stored"
         )
-    return f"{state.state.value}: {state.detail}"
+    return f"{state.state}: {state.detail}"
 
 
-def why_absent(
-    prompt: Prompt, position: int, states: Sequence[FileState], pruned: str | None
-) -> list[str]:
-    """Say why a chunk may not be there, from the files of this namespace; the most certain first.
-
-    `pruned` is what to say of one that was pruned lately; None where this one was not.
-    """
-    group = prompt.groups[position]
-    found = []
-    for one in states:
-        if one.state not in (State.GOOD, State.ABSENT):
+def _why_absent(kind: GroupKind, look: ChunkLook) -> str:
+    """Say why a chunk is not there where its own files or its kind tell; else nothing."""
+    for one in look.states:
+        if one.state not in (GOOD, ABSENT):
             rank = "" if one.rank is None else f"rank {one.rank}: "
-            found.append(f"{rank}{one.state.value}: {one.detail}")
-    gone = [one for one in states if one.state is State.ABSENT]
-    if gone and len(gone) < len(states):
+            return f"{rank}{one.state}: {one.detail}"
+    gone = [one for one in look.states if one.state == ABSENT]
+    if len(gone) < len(look.states):
         ranks = ", ".join(str(one.rank) for one in gone[:8])
-        found.append(
-            f"the files of ranks {ranks} are missing and the others are there: a store of these ranks "
-            "failed, or somebody removed single files"
-        )
-    if pruned is not None:
-        found.append(pruned)
-    if group.kind.windowed and group.kind is not GroupKind.CHUNKED_LOCAL:
-        what = "states" if group.kind is GroupKind.STATE else "windows"
-        found.append(
-            f"{what} are stored at the last boundary of a prompt alone, unless the engine runs with "
-            "--prefix-cache-retention-interval: a prompt that ended elsewhere left none here; or it was "
-            "removed since"
-        )
+        return f"the files of ranks {ranks} are missing and the others are there: stores of them failed"
+    return _WINDOWED if kind.windowed and kind is not GroupKind.CHUNKED_LOCAL else ""
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of numbers without a gap."""
+    found: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if found and chunk == found[-1][1] + 1:
+            found[-1] = found[-1][0], chunk
+        else:
+            found.append((chunk, chunk))
     return found
 
 
-REMOVED = (
-    "a prompt with these tokens was stored, as what follows them shows: these files were removed since "
-    "(pruned, `fskv rm`, `fskv verify --remove-bad`, or discarded as bad), or their stores were skipped or "
-    "failed"
-)
-NEVER_FROM_THE_START = (
-    "no prompt with these first tokens was stored under this identity, or all of it was removed since: the "
-    "tokens differ from the first chunk on (a date or an id in the system prompt, a cache_salt, an adapter), "
-    "or nothing was stored"
-)
-NEVER = (
-    "no prompt was stored that has these tokens up to here, or its files were removed since: the stored ones "
-    "ended before or differ; tokens that an engine generated are not stored unless offload_prompt_only is "
-    "false; and the stores of an engine's last step are handed over in its next one"
-)
-
-
-def pruned_lately(bounds: Iterable[Bound]) -> str:
-    """Say of chunks that the log names why they went, as far as that is known."""
+def _pruned(bounds: Iterable[room.Bound]) -> str:
     met = [one.words for one in bounds if one.is_met]
     why = f"the root is at a bound: {'; '.join(met)}" if met else "for a bound, or by `fskv prune`"
     return f"pruned within the last minutes, {why}"
 
 
-def no_room(
-    bounds: Iterable[Bound], beats: Iterable[Heartbeat], identity: Identity, nbytes: int
-) -> list[str]:
-    """Say why engines of an identity store nothing now; `nbytes` is what a chunk has."""
-    found = []
+def _no_room(view: RootView, bounds: Iterable[room.Bound], report: Report) -> Iterator[str]:
+    """Say why engines of this namespace store nothing now."""
+    nbytes = room.chunk_nbytes(report.files)
     for bound in bounds:
         too_small = bound.is_too_small(nbytes)
         if too_small or bound.refuses(nbytes):
             unless = "" if too_small else ", unless chunks are pruned first"
             words = f"{bound.words}; a chunk has {iec(nbytes)}"
-            found.append(f"nothing can be stored now{unless}: {words}")
-    found += [
-        f"the engine {beat.name} has met a full disk {beat.full} times"
-        for beat in beats
-        if beat.full and beat.namespace == namespace.directory(identity)
-    ]
-    return found
+            yield f"nothing can be stored now{unless}: {words}"
+    own = namespace.directory(report.prompt.identity)
+    for beat in living_heartbeats(view.path, wall_clock_ns()):
+        if beat.full and beat.namespace == own:
+            yield f"the engine {beat.name} has met a full disk {beat.full} times"
 
 
-def parts_beside(path: str) -> str | None:
-    """Say how many unfinished files are in the directory of a file; None: none."""
-    directory = os.path.dirname(path)
-    count = 0
-    with contextlib.suppress(OSError), os.scandir(directory) as found:
-        for entry in found:
-            count += entry.name.endswith(".part")
-            if count >= 1000:
-                break
-    if not count:
-        return None
-    return f"{count} unfinished files (.part) lie in its directory: it may be on its way, or its writer died"
+def _neighbours(view: RootView, report: Report, tokens: Sequence[int]) -> list[Cause]:
+    """Name the namespaces of the same model in which more of the prompt would hit, the most first."""
+    identity, found = report.prompt.identity, []
+    own = namespace.directory(identity)
+    for where in [one for one in view.namespaces() if one.id != own][:_MAX_NEIGHBOURS]:
+        if where.identity is None:
+            continue
+        whys = reasons(identity, where.identity)
+        if {"weights", "model_name"} <= {reason.field for reason in whys}:
+            continue  # of another model
+        with contextlib.suppress(UsageError):  # its keys cannot be known, or no engine has it
+            hit = hit_there(where.path, where.identity, tokens, report)
+            if hit > report.lookup_tokens:
+                text = f"has {hit} tokens of the prompt, and is not shared: {headline(whys)}"
+                found.append(Cause(text, namespace=where.id, hit_tokens=hit))
+    return sorted(found, key=lambda one: -(one.hit_tokens or 0))[:_MAX_TOLD]

@@ -7,11 +7,10 @@ from what only the load will find, which is `check.judge`'s to say.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
 from fskv import namespace
 from fskv.format.chunk_file import FileLayout
@@ -23,45 +22,26 @@ from ..exits import UsageError
 
 _MAX_RANKS = 4096
 _MAX_CHUNK_NBYTES = 1 << 40
-
-
-class State(StrEnum):
-    """The first check that fails; `good` when none does."""
-
-    GOOD = "good"
-    ABSENT = "absent"
-    NO_FILE = "no regular file"
-    WRONG_SIZE = "wrong size"
-    STALE = "stale"
-    CORRUPT = "corrupt"
-    UNREADABLE = "unreadable"
-    CHANGING = "changing"
-
-    @property
-    def found(self) -> bool:
-        """Whether a lookup, which compares the length alone, takes it for a hit."""
-        return self not in (State.ABSENT, State.NO_FILE, State.WRONG_SIZE)
+_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
+GOOD, ABSENT, NO_FILE, WRONG_SIZE = "good", "absent", "no regular file", "wrong size"
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
+    """What is under the name of one file: the first check that fails, or GOOD."""
+
     path: str
     rank: int | None
-    state: State
+    state: str  # or one of check.judge's findings
     detail: str = ""  # what is wrong, in words
     nbytes: int | None = None
     mtime_ns: int | None = None
     first_block: int | None = None  # None where the header could not be read
 
-
-_STATES = {
-    Finding.CORRUPT: State.CORRUPT,
-    Finding.STALE: State.STALE,
-    Finding.UNREADABLE: State.UNREADABLE,
-    Finding.CHANGING: State.CHANGING,
-    Finding.VANISHED: State.ABSENT,
-}
-_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
+    @property
+    def found(self) -> bool:
+        """Whether a lookup, which compares the length alone, takes it for a hit."""
+        return self.state not in (ABSENT, NO_FILE, WRONG_SIZE)
 
 
 @dataclass(frozen=True)
@@ -98,53 +78,44 @@ class GroupFiles:
 
     def looks_present(self, key: bytes) -> bool:
         """Answer as the engine's lookup does: every rank's file is there with its length."""
-        return all(_has_length(self.path(key, rank), self.file_nbytes) for rank in self.ranks)
+        return all(self._seen(key, rank).found for rank in self.ranks)
 
     def states(self, key: bytes, reader: Reader, *, read_data: bool) -> tuple[FileState, ...]:
         """Check the file of every rank of one chunk."""
-        return tuple(self._state(key, rank, reader, read_data) for rank in self.ranks)
+        return tuple(self._loaded(key, rank, reader, read_data) for rank in self.ranks)
 
-    def _state(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
+    def _seen(self, key: bytes, rank: int | None) -> FileState:
+        """Look at a file as a lookup does."""
         path = self.path(key, rank)
         try:
             info = os.lstat(path)
         except FileNotFoundError:
-            return FileState(path, rank, State.ABSENT, "no such file")
+            return FileState(path, rank, ABSENT, "no such file")
         except OSError as error:
-            kind = State.NO_FILE if error.errno in _NO_WAY else State.UNREADABLE
+            kind = NO_FILE if error.errno in _NO_WAY else Finding.UNREADABLE
             return FileState(path, rank, kind, error.strerror or type(error).__name__)
         nbytes, mtime_ns = info.st_size, info.st_mtime_ns
         if not stat.S_ISREG(info.st_mode):
-            return FileState(path, rank, State.NO_FILE, f"{_kind_of(info.st_mode)} in its place")
+            return FileState(path, rank, NO_FILE, "a link, a directory or a device in its place")
         if self.file_nbytes is not None and nbytes != self.file_nbytes:
             words = f"{nbytes} bytes, expected {self.file_nbytes}"
-            return FileState(path, rank, State.WRONG_SIZE, words, nbytes, mtime_ns)
+            return FileState(path, rank, WRONG_SIZE, words, nbytes, mtime_ns)
+        return FileState(path, rank, GOOD, "", nbytes, mtime_ns)
+
+    def _loaded(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
+        """Look at a file as a load does."""
+        seen = self._seen(key, rank)
+        if seen.state != GOOD:
+            return seen
         chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
-        found = judge(reader, path, chunk=chunk, expected=self.expected, rows=read_data)
+        found = judge(reader, seen.path, chunk=chunk, expected=self.expected, rows=read_data)
         if found.header is None or found.bad:
-            words = found.reason or "gone meanwhile"
-            return FileState(path, rank, _STATES[found.finding], words, nbytes, mtime_ns)
+            state = ABSENT if found.finding is Finding.VANISHED else found.finding
+            return replace(seen, state=state, detail=found.reason or "gone meanwhile")
         if found.header.key_hash != key:  # `judge` knows names alone
             words = f"holds another key of the same name: {found.header.key_hash.hex()}"
-            return FileState(path, rank, State.STALE, words, nbytes, mtime_ns)
-        return FileState(path, rank, State.GOOD, "", nbytes, mtime_ns, found.header.first_block)
-
-
-def _has_length(path: str, nbytes: int | None) -> bool:
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISREG(info.st_mode) and (nbytes is None or info.st_size == nbytes)
-
-
-def _kind_of(mode: int) -> str:
-    kinds: Sequence[tuple[bool, str]] = (
-        (stat.S_ISLNK(mode), "a symbolic link"),
-        (stat.S_ISDIR(mode), "a directory"),
-        (stat.S_ISFIFO(mode), "a fifo"),
-    )
-    return next((words for holds, words in kinds if holds), "a device or socket")
+            return replace(seen, state=Finding.STALE, detail=words)
+        return replace(seen, first_block=found.header.first_block)
 
 
 def file_ranks(identity: Identity) -> tuple[int | None, ...]:
@@ -153,18 +124,10 @@ def file_ranks(identity: Identity) -> tuple[int | None, ...]:
     As the adapter names them: nothing with one rank; with `canonical_layout` the slices of KV heads, whose
     number is the end of `canonical_format`.
     """
+    number = math.prod(max(1, identity.topology.get(name, 1)) for name in ("tp", "pp", "pcp"))
     if identity.canonical_format is not None:
         slices = identity.canonical_format.rpartition("/")[2]
         number = int(slices) if slices.isdecimal() and len(slices) <= 6 else 0
-        if not 1 <= number <= _MAX_RANKS:
-            raise UsageError(
-                f"canonical_format: found {identity.canonical_format!r:.60}, expected a text that ends with "
-                f"the number of slices, 1 to {_MAX_RANKS}"
-            )
-    else:
-        number = 1
-        for name in ("tp", "pp", "pcp"):
-            number *= max(1, identity.topology.get(name, 1))
-        if number > _MAX_RANKS:
-            raise UsageError(f"topology: found {number:.6g} ranks, expected at most {_MAX_RANKS}")
+    if not 1 <= number <= _MAX_RANKS:
+        raise UsageError(f"topology, canonical_format: expected 1 to {_MAX_RANKS} files of a chunk")
     return (None,) if number == 1 else tuple(range(number))

@@ -62,62 +62,54 @@ class Prompt:
         per_chunk = self.tokens_per_chunk(position) // self.identity.tokens_per_hash
         return self.hashes[(chunk + 1) * per_chunk - 1]
 
-    @property
-    def _has_tails(self) -> bool:
-        """Whether vLLM keeps what a prompt that ends inside a block leaves (supports_partial_tail, 0.32)."""
-        sizes = {group.tokens_per_block for group in self.groups}
-        return (
-            self.identity.blocks_per_chunk == 1
-            and len(sizes) == 1
-            and min(sizes) > self.identity.tokens_per_hash
-            and any(group.kind is GroupKind.STATE for group in self.groups)
-            and all(
-                group.kind is GroupKind.STATE or not group.kind.windowed for group in self.groups
-            )
-        )
-
     def tails(self, hit_tokens: int) -> range:
         """List where an earlier prompt may have ended inside the block after a hit, the longest first.
 
-        All groups have a file of their own for such an end, and a hit needs all of them.
+        All groups have a file of their own for such an end, and a hit needs all of them. vLLM keeps what such
+        a prompt leaves (supports_partial_tail, 0.32) with one size of blocks, a state and no window.
         """
-        if not self._has_tails:
-            return range(0)
         step, size = self.identity.tokens_per_hash, self.groups[0].tokens_per_block
+        states = [group.kind is GroupKind.STATE for group in self.groups]
+        if (
+            self.identity.blocks_per_chunk != 1
+            or {group.tokens_per_block for group in self.groups} != {size}
+            or size <= step
+            or not any(states)
+            or any(
+                group.kind.windowed > state
+                for group, state in zip(self.groups, states, strict=True)
+            )
+        ):
+            return range(0)
         last = min(self.num_tokens - 1, hit_tokens + size - 1)
         return range(last // step * step, hit_tokens, -step)
 
     def tail_key(self, end_tokens: int) -> bytes:
         return self.hashes[end_tokens // self.identity.tokens_per_hash - 1]
 
-    def hit_tokens(self, found: Found, computed_tokens: int = 0) -> int:
-        """Return how many tokens, the computed ones included, would be there: as the engine looks them up."""
+    def hit_tokens(self, found: Found) -> int:
+        """Return how many tokens would be there: as the engine looks them up."""
 
         def presence(position: int, chunk: int) -> Presence:
             return Presence.HIT if found(position, chunk) else Presence.MISS
 
-        hit = longest_hit(
-            self.groups, self.identity.blocks_per_chunk, self.num_tokens, computed_tokens, presence
-        )
-        return computed_tokens + hit.tokens
-
-    def needed(self, position: int, hit_tokens: int, computed_tokens: int = 0) -> range:
-        """List the chunks of a group that serve a hit."""
-        if hit_tokens <= computed_tokens:
-            return range(0)
         bpc = self.identity.blocks_per_chunk
-        return needed_chunks(self.groups[position], bpc, hit_tokens, computed_tokens)
+        return longest_hit(self.groups, bpc, self.num_tokens, 0, presence).tokens
+
+    def needed(self, position: int, hit_tokens: int) -> range:
+        """List the chunks of a group that serve a hit."""
+        if not hit_tokens:
+            return range(0)
+        return needed_chunks(self.groups[position], self.identity.blocks_per_chunk, hit_tokens)
 
     def first_wanted_block(self, position: int, chunk: int, hit_tokens: int) -> int:
         """Return from which of its blocks on a chunk is read for a hit: a window may begin inside a chunk."""
         group = self.groups[position]
-        first = 0
+        window, first = group.window_tokens or 1, 0
         if group.kind is GroupKind.SLIDING_WINDOW:
-            assert group.window_tokens is not None
-            first = max(0, hit_tokens - group.window_tokens + 1)
+            first = max(0, hit_tokens - window + 1)
         elif group.kind is GroupKind.CHUNKED_LOCAL:
-            assert group.window_tokens is not None
-            first = hit_tokens // group.window_tokens * group.window_tokens
+            first = hit_tokens // window * window
         elif group.kind is GroupKind.STATE:
             first = hit_tokens - 1
         start = chunk * self.identity.blocks_per_chunk
@@ -145,50 +137,39 @@ class Verdict:
     culprits: tuple[Culprit, ...]
 
 
-def judge(prompt: Prompt, found: Found, computed_tokens: int = 0) -> Verdict:
+def judge(prompt: Prompt, found: Found) -> Verdict:
     """Look the prompt up, and once more for each group as if the others had everything."""
-    best = prompt.hit_tokens(lambda _position, _chunk: True, computed_tokens)
-    hit = prompt.hit_tokens(found, computed_tokens)
+    best = prompt.hit_tokens(lambda _position, _chunk: True)
+    hit = prompt.hit_tokens(found)
     culprits = []
-    if hit < best:
-        for position in range(len(prompt.groups)):
+    for position in range(len(prompt.groups)) if hit < best else ():
 
-            def alone(other: int, chunk: int, only: int = position) -> bool:
-                return other != only or found(other, chunk)
+        def alone(other: int, chunk: int, only: int = position) -> bool:
+            return other != only or found(other, chunk)
 
-            limit = prompt.hit_tokens(alone, computed_tokens)
-            if limit < best:
-                needed = prompt.needed(position, best, computed_tokens)
-                wanted = [c for c in needed if c < prompt.num_chunks(position)]
-                missing = tuple(chunk for chunk in wanted if not found(position, chunk))
-                culprits.append(Culprit(position, limit, missing))
-        culprits.sort(key=lambda one: (one.limit_tokens, one.position))
+        limit = prompt.hit_tokens(alone)
+        if limit < best:
+            wanted = (c for c in prompt.needed(position, best) if c < prompt.num_chunks(position))
+            missing = tuple(c for c in wanted if not found(position, c))
+            culprits.append(Culprit(position, limit, missing))
+    culprits.sort(key=lambda one: (one.limit_tokens, one.position))
     return Verdict(hit, best, tuple(culprits))
 
 
 def specs(identity: Identity) -> list[GroupSpec]:
     """Return the groups as the planner knows them. Raises UsageError for an identity that no engine has."""
     if not identity.groups or not 1 <= identity.blocks_per_chunk <= _MAX_BLOCKS:
-        raise UsageError(
-            f"the identity has {len(identity.groups)} groups and {identity.blocks_per_chunk:.6g} blocks per "
-            "chunk: no engine does"
-        )
+        raise UsageError("groups, blocks_per_chunk: no engine has these")
     return [_spec(identity, group) for group in identity.groups]
 
 
 def _spec(identity: Identity, group: GroupIdentity) -> GroupSpec:
+    size, per_hash = group.tokens_per_block, identity.tokens_per_hash
     where = f"groups: group {group.group_idx}"
-    word = group.kind.partition("/")[0]
-    kinds = {kind.value: kind for kind in GroupKind}
-    if word not in kinds:
-        raise UsageError(f"{where}: kind {word!r:.40} is unknown; expected {', '.join(kinds)}")
-    size = group.tokens_per_block
-    per_hash = identity.tokens_per_hash
     if not 1 <= size <= _MAX_TOKENS_PER_BLOCK or not per_hash or size % per_hash:
-        raise UsageError(
-            f"{where}: blocks of {size:.6g} tokens with hashes of {per_hash:.6g}: no engine has these"
-        )
+        raise UsageError(f"{where}: no engine has blocks of {size:.6g}, hashes of {per_hash:.6g}")
     try:
-        return GroupSpec(group.group_idx, kinds[word], size, group.window_tokens)
+        kind = GroupKind(group.kind.partition("/")[0])
+        return GroupSpec(group.group_idx, kind, size, group.window_tokens)
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
