@@ -29,7 +29,7 @@ from tool_lab import run as fskv
 
 pytestmark = [pytest.mark.engine]
 needs_vllm()
-pytest.importorskip("fskv_tools.plan.budget")
+pytest.importorskip("fskv_tools.plan.engine")
 
 MAX_MODEL_LEN = 4096
 
@@ -58,9 +58,9 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     if "block_size" in model.engine:
         words += ["--block-size", model.engine["block_size"]]
     interval = model.engine.get("prefix_cache_retention_interval", 0)
-    words += ["--retention-interval", interval, "--prompt-tokens", model.prompt_tokens]
+    words += ["--prefix-cache-retention-interval", interval, "--prompt-tokens", model.prompt_tokens]
     if "hybrid_chunk_size" in options:
-        words += ["--chunk-tokens", options["hybrid_chunk_size"]]
+        words += ["--hybrid-chunk-size", options["hybrid_chunk_size"]]
     done = fskv("plan", checkpoint(name), "--json", *words)
     planned = [line for line in done.lines if line["type"] == "group"]
 

@@ -47,18 +47,13 @@ def groups_of(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> di
         kinds = _kinds(text)
     page_nbytes = block * width * _NBYTES[dtype if kv_dtype == "auto" else kv_dtype]
     names = [f"layer {at}" for at in range(_integer(text, "num_hidden_layers", most=4096))]
+    groups = []
+    for at, (kind, window) in enumerate(kinds):
+        spec = {"group_idx": at, "kind": kind, "tokens_per_block": block, "window_tokens": window}
+        own = names[at :: len(kinds)]
+        groups.append((spec, [page_nbytes] * len(own), own))
     return {
-        "groups": [
-            {
-                "group_idx": at,
-                "kind": kind,
-                "tokens_per_block": block,
-                "window_tokens": window,
-                "page_nbytes": [page_nbytes] * len(names[at :: len(kinds)]),
-                "layer_names": names[at :: len(kinds)],
-            }
-            for at, (kind, window) in enumerate(kinds)
-        ],
+        "groups": groups,
         "tokens_per_hash": block,
         "max_model_len": request["max_model_len"] or _integer(text, "max_position_embeddings"),
         "dtype": dtype,

@@ -7,12 +7,13 @@ else of it, and vLLM's own resolver reads that before. Code that comes with a ch
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -53,16 +54,15 @@ _ABSENT = (
 
 def main(directory: str) -> None:
     """Read config.json and request.json in the directory, write answer.json."""
-    with open(f"{directory}/request.json", encoding="utf-8") as file:
-        request = json.load(file)
+    request = json.loads(Path(directory, "request.json").read_bytes())
     try:
         answer = _answer(directory, request)
     except Exception as error:  # vLLM's classes raise whatever they like
-        of_pydantic = getattr(error, "errors", list)()
-        reason = of_pydantic[0]["msg"] if of_pydantic else str(error)
+        errors = getattr(error, "errors", None)  # of pydantic
+        reason = errors()[0]["msg"] if callable(errors) else str(error)
         answer = {"refused": f"{type(error).__name__}: {reason}"}
-    with open(f"{directory}/answer.json", "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+    text = json.dumps(answer, default=lambda kind: kind.value)
+    Path(directory, "answer.json").write_text(text)
 
 
 def _answer(directory: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +96,7 @@ def _answer(directory: str, request: dict[str, Any]) -> dict[str, Any]:
     kv = _kv_cache_config(directory, config, by_rule)
     return {
         "groups": [
-            {
-                "group_idx": group.spec.group_idx,
-                "kind": group.spec.kind.value,
-                "tokens_per_block": group.spec.tokens_per_block,
-                "window_tokens": group.spec.window_tokens,
-                "page_nbytes": group.layer_nbytes,
-                "layer_names": group.layer_names,
-            }
+            (asdict(group.spec), group.layer_nbytes, group.layer_names)
             for group in engine_groups(config, kv)
         ],
         "tokens_per_hash": resolve_kv_cache_block_sizes(kv, config)[1],
@@ -119,19 +112,17 @@ def _kv_cache_dtype(directory: str, option: str) -> str:
     """Return what vLLM makes of --kv-cache-dtype; takes the quantisation out of the directory's files."""
     hf = get_config(directory, trust_remote_code=False)
     holder: Any = SimpleNamespace(hf_config=hf)
-    ModelArchConfigConvertorBase._normalize_quantization_config(holder, hf)
-    found = resolve_kv_cache_dtype_string(option, holder)
-    with open(f"{directory}/config.json", encoding="utf-8") as file:
-        tree = json.load(file)
+    ModelArchConfigConvertorBase._normalize_quantization_config(holder, hf)  # noqa: SLF001
+    found = str(resolve_kv_cache_dtype_string(option, holder))
+    path = Path(directory, "config.json")
+    tree = json.loads(path.read_bytes())
     for part in (tree, tree.get("text_config")):
-        quant = part.pop("quantization_config", None) if isinstance(part, dict) else None
-        if isinstance(quant, dict) and quant.get("quant_method") == "compressed-tensors":
-            if found == "auto" and quant.get("kv_cache_scheme"):
-                found = "fp8"  # as vLLM's Attention does
-    with open(f"{directory}/config.json", "w", encoding="utf-8") as file:
-        json.dump(tree, file)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{directory}/hf_quant_config.json")
+        quant: Any = part.pop("quantization_config", None) if isinstance(part, dict) else None
+        scheme = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
+        if scheme and found == "auto" and quant["quant_method"] == "compressed-tensors":
+            found = "fp8"  # as vLLM's Attention does
+    path.write_text(json.dumps(tree))
+    path.with_name("hf_quant_config.json").unlink(missing_ok=True)
     return found
 
 
@@ -171,10 +162,11 @@ def _choose_as_on_gpus() -> None:
     attention: Any = CPUAttentionBackend
     mla: Any = CPUMLABackend
     platform: Any = type(current_platform)
-    library.cpu._is_avx512_bf16_supported = lambda: False
-    library.cpu._is_amx_tile_supported = lambda: True  # else MLA has no prefix caching
+    library.cpu._is_avx512_bf16_supported = lambda: False  # noqa: SLF001
+    # Without AMX, MLA on a CPU has no prefix caching.
+    library.cpu._is_amx_tile_supported = lambda: True  # noqa: SLF001
     library.accelerator.empty_cache = lambda: None
-    library.cuda.Event = MagicMock
+    library.cuda.Event = library.cuda.Stream = MagicMock
     init_workspace_manager(torch.device("meta"))
     attention.get_supported_kernel_block_sizes = lambda *_: [MultipleOf(16)]
     mla.get_supported_kernel_block_sizes = lambda *_: [64]
@@ -183,9 +175,9 @@ def _choose_as_on_gpus() -> None:
 
     def choose(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if attn_selector_config.use_sparse:
-            return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
+            return str(AttentionBackendEnum.FLASHMLA_SPARSE.get_path())
         if attn_selector_config.use_mla:
-            return AttentionBackendEnum.CPU_MLA.get_path()
+            return str(AttentionBackendEnum.CPU_MLA.get_path())
         return str(chosen(backend, attn_selector_config, num_heads))
 
     platform.get_attn_backend_cls = staticmethod(choose)
@@ -193,10 +185,10 @@ def _choose_as_on_gpus() -> None:
 
 def _stub_what_keeps_no_kv() -> None:
     """Leave out experts, and libraries of images and kernels that are not installed."""
-    experts: Any = fused_moe
-    experts.FusedMoEFactory = MagicMock()
+    layers: Any = fused_moe
+    layers.FusedMoEFactory = MagicMock()
     classes: Any = registry
-    classes._run_in_subprocess = lambda look: look()  # this process serves nothing
+    classes._run_in_subprocess = lambda look: look()  # noqa: SLF001
     sys.meta_path.append(_Absent())
 
 
