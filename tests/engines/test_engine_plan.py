@@ -67,7 +67,6 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     assert done.summary["source"] == "vLLM's own class of the model"
     # The plan is what the engine wrote about itself, and the length of every file.
     assert done.summary["blocks_per_chunk"] == identity["blocks_per_chunk"]
-    assert done.summary["tokens_per_hash"] == identity["tokens_per_hash"]
     assert [described(group) for group in planned] == [
         (
             group["group_idx"],
@@ -127,6 +126,81 @@ def described(group):
         group["page_nbytes"],
         group["layer_names"],
     )
+
+
+HEADS = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128,
+    "dtype": "bfloat16",
+}
+LATENTS = {**HEADS, "head_dim": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+CONFIGS = {
+    "qwen3": {**HEADS, "architectures": ["Qwen3ForCausalLM"], "quantization_config": FP8},
+    "deepseek_v3": {**LATENTS, "architectures": ["DeepseekV3ForCausalLM"]},
+    "gpt_oss": {**HEADS, "architectures": ["GptOssForCausalLM"], "sliding_window": 128},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gpt_oss"))],
+)
+def test_arithmetic_says_what_vllms_own_class_says(tmp_path, monkeypatch, name):
+    config = {**CONFIGS[name], "model_type": name, "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = fskv("plan", tmp_path, "--json", "--tp", 2)
+    assert asked.exit_code == 0, asked.stderr
+    assert "by rule for CUDA" in "".join(asked.summary["notes"])
+    monkeypatch.setattr("fskv_tools.plan.engine.vllm_is_installed", lambda: False)
+    alone = fskv("plan", tmp_path, "--json", "--tp", 2)
+    for one, other in zip(asked.lines, alone.lines, strict=True):
+        same = {key: value for key, value in one.items() if key not in UNLIKE}
+        assert same == {key: value for key, value in other.items() if key not in UNLIKE}
+    # Negative control: of a model with another width it is another.
+    wider = {**config, "head_dim": 128, "kv_lora_rank": 448}
+    (tmp_path / "config.json").write_text(json.dumps(wider))
+    wrong = fskv("plan", tmp_path, "--json", "--tp", 2)
+    assert wrong.summary["kv_nbytes_per_token"] != asked.summary["kv_nbytes_per_token"]
+
+
+UNLIKE = ("source", "notes", "layer_names")
+
+
+@pytest.mark.slow
+def test_states_and_blocks_for_cuda_are_told_by_a_cpu_build(tmp_path):
+    """Qwen3-Next: a block is the smallest multiple of 16 tokens whose page holds a state."""
+    config = {
+        **HEADS,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_value_heads": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = fskv("plan", tmp_path, "--json")
+    groups = [line for line in done.lines if line["type"] == "group"]
+    assert [group["group_kind"] for group in groups] == ["state"] * 3 + ["full"]
+    # A convolution over 3 tokens and 32 matrices of 128 x 128, in bfloat16.
+    assert groups[0]["page_nbytes"] == [3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2]
+    assert {group["tokens_per_block"] for group in groups} == {544}
+    assert groups[3]["page_nbytes"] == [544 * 2 * 2 * 256 * 2]
+
+
+def test_a_model_that_vllm_does_not_have_is_refused_with_its_reason(tmp_path):
+    config = {**HEADS, "architectures": ["UnheardOfForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = fskv("plan", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "UnheardOfForCausalLM" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
