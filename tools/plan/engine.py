@@ -210,7 +210,7 @@ def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> di
         for name, tree in files.items():
             if tree is not None:
                 Path(directory, f"{name}.json").write_text(json.dumps(tree))
-        words = [sys.executable, "-m", f"{__package__}.vllm_groups", directory]
+        words = [sys.executable, "-P", "-m", f"{__package__}.vllm_groups", directory]
         try:
             done = subprocess.run(
                 words, env=os.environ | _QUIET, capture_output=True, timeout=_VLLM_S, check=False
