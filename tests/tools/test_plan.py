@@ -197,7 +197,7 @@ def test_where_vllm_is_installed_its_refusal_is_told_in_one_line(
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(engine, "vllm_is_installed", lambda: True)
-    monkeypatch.setattr(engine, "_VLLM_S", 1)
+    monkeypatch.setattr(engine, "_VLLM_S", 1 if "sleep" in script else 60)
     monkeypatch.setattr(engine.sys, "executable", str(program))
     done = run("plan", write(tmp_path, LLAMA))
     assert (done.exit_code, done.stdout) == (2, "")
