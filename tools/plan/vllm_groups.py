@@ -119,7 +119,7 @@ def _kv_cache_dtype(directory: str, option: str) -> str:
     for part in (tree, tree.get("text_config")):
         quant: Any = part.pop("quantization_config", None) if isinstance(part, dict) else None
         scheme = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
-        if scheme and found == "auto" and quant["quant_method"] == "compressed-tensors":
+        if scheme and found == "auto" and quant.get("quant_method") == "compressed-tensors":
             found = "fp8"  # as vLLM's Attention does
     path.write_text(json.dumps(tree))
     path.with_name("hf_quant_config.json").unlink(missing_ok=True)
