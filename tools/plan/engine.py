@@ -204,7 +204,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Return what `vllm_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
-    config.pop("auto_map", None)  # names the checkpoint's own code
+    own_code = config.pop("auto_map", None)
     files = {"config": config, "request": request, "hf_quant_config": quant}
     with tempfile.TemporaryDirectory(prefix="fskv-plan-") as directory:
         for name, tree in files.items():
@@ -223,5 +223,6 @@ def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> di
             answer = {"refused": last or f"its process ended with {done.returncode}"}
     if "refused" in answer:
         reason = show(" ".join(answer["refused"].split()))
-        raise UsageError(f"vLLM refuses this model: {reason:.300}")
+        limit = " (the checkpoint's own code, auto_map, never runs here)" * bool(own_code)
+        raise UsageError(f"vLLM refuses this model: {reason:.300}{limit}")
     return answer
