@@ -27,7 +27,10 @@ from engine_lab import (
 )
 from tool_lab import run as fskv
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(1200),
+]  # up to five processes that import vLLM
 needs_vllm()
 pytest.importorskip("fskv_tools.plan.engine")
 
