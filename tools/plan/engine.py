@@ -203,14 +203,14 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `vllm_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
+    """Return what `model_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
     own_code = config.pop("auto_map", None)
     files = {"config": config, "request": request, "hf_quant_config": quant}
     with tempfile.TemporaryDirectory(prefix="fskv-plan-") as directory:
         for name, tree in files.items():
             if tree is not None:
                 Path(directory, f"{name}.json").write_text(json.dumps(tree))
-        words = [sys.executable, "-P", "-m", f"{__package__}.vllm_groups", directory]
+        words = [sys.executable, "-P", "-m", "fskv.engines.vllm.model_groups", directory]
         try:
             done = subprocess.run(
                 words, env=os.environ | _QUIET, capture_output=True, timeout=_VLLM_S, check=False

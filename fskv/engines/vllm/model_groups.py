@@ -1,4 +1,4 @@
-"""The program that asks vLLM for the KV groups of one model: `engine.of_model` starts a process for each.
+"""The program that asks vLLM for the KV groups of one model; `fskv plan` starts a process of it for each.
 
 It builds vLLM's own class of the model on the `meta` device, where weights take no memory, and goes on as an
 engine does at its start. The weights' quantisation is left out: it decides the dtype of the KV and nothing
