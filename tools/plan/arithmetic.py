@@ -24,7 +24,7 @@ _LIMIT = (
 
 
 def groups_of(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `fskv.engines.vllm.model_groups` answers, from a model's files and options. Raises UsageError."""
+    """Return groups as `fskv.engines.vllm.model_groups` does, from a model's files. Raises UsageError."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     model_type, tp = text.get("model_type"), request["tensor_parallel_size"]
