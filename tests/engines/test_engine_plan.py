@@ -27,9 +27,12 @@ from engine_lab import (
 )
 from tool_lab import run as fskv
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(1200),
+]  # up to five processes that import vLLM
 needs_vllm()
-pytest.importorskip("fskv_tools.plan.budget")
+pytest.importorskip("fskv_tools.plan.engine")
 
 MAX_MODEL_LEN = 4096
 
@@ -55,22 +58,18 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     (manifest,) = root.glob("*/*@*/namespace.json")
     identity = json.loads(manifest.read_text())
     words = ["--platform", "cpu", "--dtype", model.dtype, "--max-model-len", MAX_MODEL_LEN]
-    words += ["--block-size", model.engine.get("block_size", 128)]
+    if "block_size" in model.engine:
+        words += ["--block-size", model.engine["block_size"]]
     interval = model.engine.get("prefix_cache_retention_interval", 0)
-    words += ["--retention-interval", interval, "--prompt-tokens", model.prompt_tokens]
+    words += ["--prefix-cache-retention-interval", interval, "--prompt-tokens", model.prompt_tokens]
     if "hybrid_chunk_size" in options:
-        words += ["--chunk-tokens", options["hybrid_chunk_size"]]
-    for group in identity["groups"]:
-        kind, *_, dtypes = group["kind"].split("/")
-        if kind == "state" and "+" in dtypes:  # depends on the CPU
-            words += ["--mamba-ssm-cache-dtype", dtypes.rpartition("+")[2]]
-            break
+        words += ["--hybrid-chunk-size", options["hybrid_chunk_size"]]
     done = fskv("plan", checkpoint(name), "--json", *words)
     planned = [line for line in done.lines if line["type"] == "group"]
 
+    assert done.summary["source"] == "vLLM's own class of the model"
     # The plan is what the engine wrote about itself, and the length of every file.
     assert done.summary["blocks_per_chunk"] == identity["blocks_per_chunk"]
-    assert done.summary["tokens_per_hash"] == identity["tokens_per_hash"]
     assert [described(group) for group in planned] == [
         (
             group["group_idx"],
@@ -78,7 +77,7 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
             group["window_tokens"],
             group["tokens_per_block"],
             group["page_nbytes"],
-            [layer_index(layer) for layer in group["layer_names"]],
+            group["layer_names"],
         )
         for group in identity["groups"]
     ]
@@ -94,6 +93,10 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
         assert sizes == {group["file_nbytes"]}
     assert 0 < sum(map(len, found.values())) <= done.summary["prompt_files"]
 
+    # From the namespace the same comes without vLLM.
+    recorded = fskv("plan", manifest, "--json", "--prompt-tokens", model.prompt_tokens)
+    told = [line for line in recorded.lines if line["type"] == "group"]
+    assert [described(group) for group in told] == [described(group) for group in planned]
     # What is explained of the prompt is what a new engine loads; of another prompt, nothing.
     explained = {}
     for label, tokens in (("again", prompt), ("stranger", stranger)):
@@ -123,12 +126,83 @@ def described(group):
         group["window_tokens"],
         group["tokens_per_block"],
         group["page_nbytes"],
-        group["layers"],
+        group["layer_names"],
     )
 
 
-def layer_index(name):
-    return next(int(part) for part in name.split(".") if part.isdecimal())
+HEADS = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128,
+    "dtype": "bfloat16",
+}
+LATENTS = {**HEADS, "head_dim": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+CONFIGS = {
+    "qwen3": {**HEADS, "architectures": ["Qwen3ForCausalLM"], "quantization_config": FP8},
+    "deepseek_v3": {**LATENTS, "architectures": ["DeepseekV3ForCausalLM"]},
+    "gpt_oss": {**HEADS, "architectures": ["GptOssForCausalLM"], "sliding_window": 128},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gpt_oss"))],
+)
+def test_arithmetic_says_what_vllms_own_class_says(tmp_path, monkeypatch, name):
+    config = {**CONFIGS[name], "model_type": name, "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = fskv("plan", tmp_path, "--json", "--tp", 2)
+    assert asked.exit_code == 0, asked.stderr
+    assert "by rule for CUDA" in "".join(asked.summary["notes"])
+    monkeypatch.setattr("fskv_tools.plan.engine.vllm_is_installed", lambda: False)
+    alone = fskv("plan", tmp_path, "--json", "--tp", 2)
+    for one, other in zip(asked.lines, alone.lines, strict=True):
+        same = {key: value for key, value in one.items() if key not in UNLIKE}
+        assert same == {key: value for key, value in other.items() if key not in UNLIKE}
+    # Negative control: of a model with another width it is another.
+    wider = {**config, "head_dim": 128, "kv_lora_rank": 448}
+    (tmp_path / "config.json").write_text(json.dumps(wider))
+    wrong = fskv("plan", tmp_path, "--json", "--tp", 2)
+    assert wrong.summary["kv_nbytes_per_token"] != asked.summary["kv_nbytes_per_token"]
+
+
+UNLIKE = ("source", "notes", "layer_names")
+
+
+@pytest.mark.slow
+def test_states_and_blocks_for_cuda_are_told_by_a_cpu_build(tmp_path):
+    """Qwen3-Next: a block is the smallest multiple of 16 tokens whose page holds a state."""
+    config = {
+        **HEADS,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_value_heads": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = fskv("plan", tmp_path, "--json")
+    groups = [line for line in done.lines if line["type"] == "group"]
+    assert [group["group_kind"] for group in groups] == ["state"] * 3 + ["full"]
+    # A convolution over 3 tokens and 32 matrices of 128 x 128, in bfloat16.
+    assert groups[0]["page_nbytes"] == [3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2]
+    assert {group["tokens_per_block"] for group in groups} == {544}
+    assert groups[3]["page_nbytes"] == [544 * 2 * 2 * 256 * 2]
+
+
+def test_a_model_that_vllm_does_not_have_is_refused_with_its_reason(tmp_path):
+    config = {**HEADS, "architectures": ["UnheardOfForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = fskv("plan", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "UnheardOfForCausalLM" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -78,6 +78,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "engine.json").write_text(json.dumps(transfer))
     (tmp_path / "prompt.txt").write_text("w1 " * 64)
     (tmp_path / "new").mkdir()
+    # vLLM's own class takes half a minute; test_engine_plan asks it.
+    monkeypatch.setattr("fskv_tools.plan.engine.vllm_is_installed", lambda: False)
     monkeypatch.chdir(tmp_path)
     answer = json.dumps({"tokens": [1] * 64})
     server = TokenServer((200, answer), main.id)

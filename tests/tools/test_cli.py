@@ -156,7 +156,7 @@ def test_without_a_root_it_says_how_to_give_one():
     assert "--root" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "taken"), [("bench", "DIRECTORY"), ("plan", "MODEL_CONFIG")])
+@pytest.mark.parametrize(("name", "taken"), [("bench", "DIRECTORY"), ("plan", "MODEL")])
 def test_a_root_for_a_command_that_has_none_is_one_line_that_names_what_it_takes(lab, name, taken):
     done = run(name, root=lab.path)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
