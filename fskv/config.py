@@ -238,11 +238,6 @@ class StoreConfig:
         return self.io_threads
 
     @property
-    def lora_policy(self) -> str:
-        """The identity's word for how adapters are treated."""
-        return "by-name" if "lora" in self.trust else "off"
-
-    @property
     def deadline(self) -> Deadline:
         return Deadline.of(self.load_deadline_s)
 

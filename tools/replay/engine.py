@@ -111,7 +111,6 @@ def replay_identity(trace_digest: bytes, block_nbytes: int) -> Identity:
         hash_algorithm="sha256",
         hash_seed="none",
         topology={"tp": 1},
-        lora="off",
     )
 
 
