@@ -282,19 +282,26 @@ def test_ranks_that_derive_different_namespaces_are_refused_at_start():
             manager.set_workers(wrong)
 
 
-def test_a_request_with_lora_is_neither_looked_up_nor_stored():
+def test_a_request_is_looked_up_and_stored_no_further_than_its_limit():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
     manager, workers = _manager()
     manager.set_workers(workers)
     adapted, plain = ReqContext("adapted"), ReqContext("plain")
-    manager.exclude_request("adapted")
+    manager.limit_request("adapted")
     assert manager.lookup(_key(1), adapted) is LookupResult.MISS
     assert manager.prepare_store([_key(1)], adapted).keys_to_store == []
     assert manager.lookup(_key(1), plain) is LookupResult.RETRY
     assert manager.prepare_store([_key(1)], plain).keys_to_store == [_key(1)]
     manager.on_request_finished(adapted)
     assert manager.lookup(_key(2), adapted) is LookupResult.RETRY, "the name may come again"
+    seen = ReqContext("seen")  # with an image from its 20th token on
+    for number, end in ((3, 16), (4, 32)):
+        seen.set_offload_key_position(_key(number), end)
+    manager.limit_request("seen", 20)
+    assert manager.lookup(_key(3), seen) is LookupResult.RETRY
+    assert manager.lookup(_key(4), seen) is LookupResult.MISS
+    assert manager.prepare_store([_key(3), _key(4)], seen).keys_to_store == [_key(3)]
     manager.shutdown()
 
 

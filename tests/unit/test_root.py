@@ -343,10 +343,18 @@ def change_manifest(path, **changes):
 
 
 def test_another_identity_in_the_directory_is_refused_by_name_and_kept(path):
-    manifest, content = change_manifest(path, model_config={"rope_theta": 10000.0}, model_dtype="float64")
+    manifest, content = change_manifest(
+        path, model_config={"rope_theta": 10000.0}, model_dtype="float64"
+    )
     with pytest.raises(IdentityMismatch) as error:
         opened(path).open_namespace(identity())
-    for part in (manifest, "model_config.rope_theta", "500000.0 in this engine", "10000.0", "model_dtype"):
+    for part in (
+        manifest,
+        "model_config.rope_theta",
+        "500000.0 in this engine",
+        "10000.0",
+        "model_dtype",
+    ):
         assert part in str(error.value)
     assert open_text(manifest) == content
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -39,7 +40,7 @@ from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
-from fskv.engines.vllm.media import Media
+from fskv.engines.vllm.media import named_tokens
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
@@ -184,15 +185,22 @@ class FskvConnector(OffloadingConnector):
             begin_block_lists_anew()
             heed_caps()
             load_last_chunks(self.scheduler)
+            if (
+                setup.vllm_config.model_config.is_multimodal_model
+                and "media" not in setup.config.trust
+            ):
+                logger.info(
+                    "fskv: of requests with images, sound or video only the text before the first of them is "
+                    "stored and loaded (option 'trust' with \"media\" believes their names)"
+                )
             self._so_far = SoFar()
             self._admission = Admission()
-            self._media = Media(setup.vllm_config, checked="media" not in setup.config.trust)
-            groups = [group.spec for group in setup.groups]
-            self.budget = LoadBudget(self._manager, groups)
+            self.budget = LoadBudget(self._manager)
             self._manager.allowed_s = self.budget.allowed_s
-            per_chunk = [g.tokens_per_block * setup.geometry.blocks_per_chunk for g in groups]
+            bpc = setup.geometry.blocks_per_chunk
             self._manager.chunks.presence.recompute_s = patience(
-                per_chunk, lambda: self.budget.prefill.per_s
+                [group.spec.tokens_per_block * bpc for group in setup.groups],
+                lambda: self.budget.prefill_per_s,
             )
 
     @property
@@ -306,26 +314,29 @@ class FskvConnector(OffloadingConnector):
             raise
 
     def on_new_request(self, request: Request) -> None:
+        trust = self._setup.config.trust
+        most = named_tokens(request.mm_features, self._setup.vllm_config, trusted="media" in trust)
         if (
             # The block hash covers an adapter's name, not its weights (vllm#30931).
-            (request.lora_request is not None and "lora" not in self._setup.config.trust)
+            (request.lora_request is not None and "lora" not in trust)
             # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
             or request.prompt_embeds is not None
             # vLLM asks nothing about a session's later turns.
             or getattr(request, "resumable", False)
-            or self._media.leave_out(request.mm_features)
         ):
-            self._manager.exclude_request(request.request_id)
+            most = 0
+        if most < math.inf:
+            self._manager.limit_request(request.request_id, int(most))
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Look the request up; a hit that recomputes faster than it loads is not taken (`load_budget`)."""
+        """Look the request up; after a load that was given up the next hits are not taken (`load_budget`)."""
         if self._admission.steps_aside(request):
             return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        taken = self.budget.take(request.request_id, num_computed_tokens, found or 0)
+        taken = self.budget.take(request.request_id, found or 0)
         if taken or not found:
             return found, is_async
         # vLLM's scheduler remembers its last answer.
@@ -342,7 +353,7 @@ class FskvConnector(OffloadingConnector):
         if not num_external_tokens:
             tell_allocated(self.scheduler, blocks)
         job_id = job_of_load(self.scheduler, req_id) if num_external_tokens else None
-        self.budget.admitted(req_id, num_external_tokens, num_computed, job_id)
+        self.budget.admitted(req_id, num_external_tokens, job_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.budget.on_step(scheduler_output)
