@@ -22,26 +22,19 @@ OURS, OURS_MULTI = "FskvConnector", "FskvMultiConnector"
 TIER = "FskvTier"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
-PULLS = ("NixlConnector", "NixlPullConnector")  # of these the connector looks after it
+_ONLY_UNDER_VLLMS = (
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MoRIIOConnector", "MooncakeConnector", "HiSparseConnector"),
+)
 # What takes KV from another engine's memory, unless it is said to give only.
 _FROM_ENGINES = (
-    *PULLS,
-    "NixlPushConnector",
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "P2pNcclConnector",
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MoRIIOConnector", "MooncakeConnector", "P2pNcclConnector"),
 )
 # What keeps KV of this engine in this engine's memory, and what it may be made of.
 _OF_THE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SPECS = (None, "CPUOffloadingSpec", "TieringOffloadingSpec")
 _GROUPS = ("MultiConnector", OURS_MULTI)  # connectors around others
-_NOT_AS_CHILD = (
-    *_GROUPS,
-    "NixlPushConnector",
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "HiSparseConnector",
-)
 
 _PARSERS = {
     "load_weight": number(0, 1e6, "a number"),
@@ -119,11 +112,11 @@ def _child(where: str, written: Any) -> ChildConfig:
     if not isinstance(written, Mapping) or not isinstance(written.get("kv_connector"), str):
         raise bad(where, written, 'an object with "kv_connector", "kv_role" and so on')
     connector = written["kv_connector"]
-    if connector in _NOT_AS_CHILD:
+    if connector in _GROUPS + _ONLY_UNDER_VLLMS:
         raise ConfigError(
             f"option '{where}': found {connector}, which FskvMultiConnector does not take as a child; "
-            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or "
-            "another connector that vLLM does not treat in a way of its own"
+            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector or another connector "
+            "that vLLM does not treat in a way of its own (vLLM's MultiConnector takes all)"
         )
     extra = written.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):

@@ -108,6 +108,7 @@ def test_roots_that_only_look_alike_are_taken():
         ([ours("/a", load_weight=-1)], {}, ["connectors[0].load_weight", "-1"]),
         ([ours("/a", load_weight="2")], {}, ["connectors[0].load_weight", "'2'"]),
         ([ours("/a", name=7)], {}, ["connectors[0].name"]),
+        ([other("NixlConnector")], {}, ["connectors[0]", "NixlConnector", "as a child"]),
         ([other("NixlPushConnector")], {}, ["connectors[0]", "NixlPushConnector", "as a child"]),
         ([other("FskvMultiConnector")], {}, ["as a child"]),
         (["FskvConnector"], {}, ["connectors[0]", "an object"]),

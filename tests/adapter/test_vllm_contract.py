@@ -265,6 +265,22 @@ def _key(number: int):
     return make_offload_key(bytes([number]) * 32, 0)
 
 
+def test_where_vllm_puts_its_own_connector_in_the_place_of_another_is_as_the_plug_in_knows_it():
+    """Else `--kv-offloading-size` would not be refused."""
+    from vllm.config import VllmConfig
+
+    from fskv.engines.vllm import plugin
+
+    of_vllm = VllmConfig._post_init_kv_transfer_config
+    assert list(inspect.signature(of_vllm).parameters) == ["self"]
+    own = getattr(of_vllm, "__wrapped__", of_vllm)
+    assert "kv_offloading_size" in inspect.getsource(own)
+    called = inspect.getsource(VllmConfig.__post_init__)
+    assert "self._post_init_kv_transfer_config()" in called
+    plugin._watch_replacements()
+    assert hasattr(VllmConfig._post_init_kv_transfer_config, "by_fskv")
+
+
 def test_ranks_that_derive_different_namespaces_are_refused_at_start():
     from dataclasses import replace
 

@@ -383,46 +383,6 @@ def test_a_link_to_the_root_of_another_child_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({}, None),
-        ({"layout": "DS"}, None),
-        ({"layout": "SD"}, "VLLM_SSM_CONV_STATE_LAYOUT=SD, expected DS"),
-        ({"context": 2}, "with context parallelism"),
-        ({"routed": True}, "with --enable-return-routed-experts"),
-    ],
-)
-def test_vllms_own_care_for_nixl_is_not_taken_for_granted(found, words, monkeypatch):
-    from vllm.model_executor.layers.mamba import mamba_utils
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    from fskv.engines.vllm_multi.connector import _check_pulls, _parse
-    from fskv.errors import ConfigError
-
-    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: found["layout"])
-    states = (
-        [SimpleNamespace(kv_cache_spec=MambaSpec.__new__(MambaSpec))] if "layout" in found else []
-    )
-
-    def check(kind):
-        config = _vllm_config(_child_config("a"), _child_config("n", kind, kv_role="kv_producer"))
-        config.parallel_config = SimpleNamespace(
-            decode_context_parallel_size=found.get("context", 1)
-        )
-        config.aux_output_config = SimpleNamespace(
-            enable_return_routed_experts=found.get("routed", False)
-        )
-        _check_pulls(config, SimpleNamespace(kv_cache_groups=states), _parse(config))
-
-    check("OffloadingConnector")
-    if words is None:
-        check("NixlConnector")
-        return
-    with pytest.raises(ConfigError, match=f"connector n: found NixlConnector .*{words}"):
-        check("NixlConnector")
-
-
-@pytest.mark.parametrize(
     ("child", "sentence"),
     [
         (

@@ -1,8 +1,8 @@
 """Load or recompute: the scheduler's side of option `load_budget`.
 
-Measures what prefill takes, from the scheduler's own steps, and counts what loads save. With the option on a load that takes as long as
-the recompute of its tokens is given up, nothing is held against its chunks, and the next hits are recomputed.
-Runs on the scheduler's thread.
+Measures what prefill takes, from the scheduler's own steps, and counts what loads save. With the option on a
+load that takes as long as the recompute of its tokens is given up, nothing is held against its chunks, and
+the next hits are recomputed. Runs on the scheduler's thread.
 """
 
 from __future__ import annotations

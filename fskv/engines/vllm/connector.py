@@ -185,10 +185,8 @@ class FskvConnector(OffloadingConnector):
             begin_block_lists_anew()
             heed_caps()
             load_last_chunks(self.scheduler)
-            if (
-                setup.vllm_config.model_config.is_multimodal_model
-                and "media" not in setup.config.trust
-            ):
+            takes_media = getattr(setup.vllm_config.model_config, "is_multimodal_model", False)
+            if takes_media and "media" not in setup.config.trust:
                 logger.info(
                     "fskv: of requests with images, sound or video only the text before the first of them is "
                     "stored and loaded (option 'trust' with \"media\" believes their names)"

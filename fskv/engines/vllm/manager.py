@@ -138,7 +138,7 @@ def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
 
 
 class FskvManager(OffloadingManager):
-    """See the module docstring."""
+    """vLLM's offloading manager over a Lookup: what is there, what may be stored, and for which requests."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ def named_tokens(
     overlap = any(start + length > behind for (start, length), (behind, _) in pairwise(places))
     if not places or (trusted and not overlap and not _positions_need_embeddings(vllm_config)):
         return math.inf
-    return places[0][0]
+    return float(places[0][0])
 
 
 def _positions_need_embeddings(vllm_config: VllmConfig) -> bool:

@@ -38,7 +38,7 @@ from fskv.engines.vllm.metrics import to_stats
 from fskv.engines.vllm.quirks import forget_past_blocks, tell_allocated, without_new_loads
 from fskv.engines.vllm_multi.metrics import OWN, MultiPromMetrics, rebuild, stats_id
 from fskv.errors import ConfigError, FskvError
-from fskv.kv_transfer.multi import PULLS, MultiConfig, check_roots
+from fskv.kv_transfer.multi import MultiConfig, check_roots
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 
@@ -74,7 +74,6 @@ class FskvMultiConnector(MultiConnector):
         assert outer is not None
         try:
             self._config = _parse(vllm_config)
-            _check_pulls(vllm_config, kv_cache_config, self._config)
             check_roots(self._config.connectors, _real)
             # The scheduler reads the policy after it has built its connector; see FskvConnector.
             outer.kv_load_failure_policy = "recompute"
@@ -300,34 +299,6 @@ def _parse(vllm_config: VllmConfig) -> MultiConfig:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     return MultiConfig.from_mapping(transfer.kv_connector_extra_config)
-
-
-def _check_pulls(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MultiConfig
-) -> None:
-    """Refuse what vLLM refuses or puts right for NixlConnector, but not where it is a child of ours."""
-    pulls = [child for child in config.connectors if child.transfer["kv_connector"] in PULLS]
-    if not pulls:
-        return
-    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    parallel = vllm_config.parallel_config
-    sizes = [getattr(parallel, f"{of}_context_parallel_size", 1) for of in ("decode", "prefill")]
-    groups = kv_cache_config.kv_cache_groups
-    has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-    routed = vllm_config.aux_output_config.enable_return_routed_experts
-    layout = get_conv_state_layout() if has_states else "DS"
-    for is_wrong, what in (
-        (max(sizes) > 1, "context parallelism, expected it off"),
-        (routed, "--enable-return-routed-experts, expected it off"),
-        (layout != "DS", f"VLLM_SSM_CONV_STATE_LAYOUT={layout}, expected DS in the environment"),
-    ):
-        if is_wrong:
-            raise ConfigError(
-                f"connector {pulls[0].name}: found {pulls[0].transfer['kv_connector']} with {what}: vLLM "
-                "looks after that only in its own MultiConnector"
-            )
 
 
 def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:

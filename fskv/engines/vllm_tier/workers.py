@@ -24,9 +24,10 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
+from fskv.data_path.threads import FINGERPRINT_S
 from fskv.engines.vllm.identity import EngineGroup, engine_groups, reuses_kv
 from fskv.engines.vllm.quirks import connectors, executor
-from fskv.engines.vllm.spec import FINGERPRINT_S, find
+from fskv.engines.vllm.spec import find
 from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
