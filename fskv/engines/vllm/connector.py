@@ -40,7 +40,7 @@ from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
-from fskv.engines.vllm.media import named_tokens
+from fskv.engines.vllm.media import named_tokens, takes_media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
@@ -185,8 +185,7 @@ class FskvConnector(OffloadingConnector):
             begin_block_lists_anew()
             heed_caps()
             load_last_chunks(self.scheduler)
-            takes_media = getattr(setup.vllm_config.model_config, "is_multimodal_model", False)
-            if takes_media and "media" not in setup.config.trust:
+            if takes_media(setup.vllm_config) and "media" not in setup.config.trust:
                 logger.info(
                     "fskv: of requests with images, sound or video only the text before the first of them is "
                     "stored and loaded (option 'trust' with \"media\" believes their names)"

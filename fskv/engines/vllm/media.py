@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 
+def takes_media(vllm_config: VllmConfig) -> bool:
+    """Whether a request of this engine can have media."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    return media is not None and not getattr(media, "language_model_only", False)
+
+
 def named_tokens(
     features: Sequence[MultiModalFeatureSpec], vllm_config: VllmConfig, *, trusted: bool
 ) -> float:
