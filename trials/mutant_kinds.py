@@ -1051,8 +1051,8 @@ FAULTS = (
         "rows-taken-as-they-are",
         "Every byte of a block goes to a file and back, in each of vLLM's KV layouts.",
         "fskv/engines/vllm/places.py",
-        "    if lost(groups, places, rows_of(kv_caches), num_blocks) is None:\n",
-        "    if num_blocks:\n",
+        "    if reason is not None:\n",
+        "    if num_blocks < 0:\n",
         ("tests/adapter/test_kv_layouts.py",),
     ),
     Fault(
