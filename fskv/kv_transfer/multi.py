@@ -177,6 +177,17 @@ def check_stored(children: Sequence[Any]) -> None:
                 )
 
 
+def check_children(connector: str | None, children: Sequence[Any]) -> None:
+    """Refuse what cannot stand side by side in a connector around others; raises ConfigError."""
+    check_stored(children)
+    ours = [each for each in _mappings(children) if each.get("kv_connector") in (OURS, OURS_MULTI)]
+    if connector == "MultiConnector" and len(ours) > 1:
+        raise ConfigError(
+            f"option 'connectors': found {len(ours)} of fskv's in vLLM's MultiConnector, expected one: two "
+            "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
+        )
+
+
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:
     """Yield what connectors are made of, also inside of one another, and where that is written.
 
@@ -240,7 +251,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
         raise ConfigError(f"{name}: found {found!r}, expected a list of objects")
     if connector == "MultiConnector":
-        check_stored(found)
+        check_children(connector, found)
         return [store for child in found for store in stores_of(child)]
     check_stored([transfer])
     if near := difflib.get_close_matches(connector, (OURS, OURS_MULTI), n=1, cutoff=0.8):

@@ -208,6 +208,14 @@ def test_a_tier_beside_another_ones_files_does_not_store(stores):
         stores_of(transfer)
 
 
+def test_two_of_ours_need_our_own_connector_around_them():
+    """In vLLM's neither hears which blocks a load of the other one overwrites."""
+    two = [ours("/a"), ours("/b")]
+    with pytest.raises(ConfigError, match="need FskvMultiConnector above them"):
+        stores_of(other("MultiConnector", connectors=two))
+    assert len(stores_of(other("FskvMultiConnector", connectors=two))) == 2
+
+
 def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():
     with pytest.raises(ConfigError, match="'rot'"):
         stores_of(other("MultiConnector", connectors=[other(), ours("/a", rot=1)]))

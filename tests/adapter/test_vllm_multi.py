@@ -277,29 +277,6 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
 # --- start, end, reset ----------------------------------------------------------------------
 
 
-def test_each_child_gets_its_own_handshake_of_every_rank_and_vllms_own_gives_all_the_first():
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    from fskv.engines.vllm.manager import FskvHandshake
-
-    def handshake(root, rank):
-        return FskvHandshake(rank, 2, 1, root, b"d", 0o700, 0o600, {0: 4096})
-
-    sent = {}
-    for rank in (0, 1):
-        worker = connector(
-            Child(handshake=handshake("/a", rank)), Child(), Child(handshake=handshake("/b", rank))
-        )
-        sent[0, rank] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
-        assert MultiConnector.get_handshake_metadata(worker) == handshake("/a", rank)
-    children = Child(), Child(), Child()
-    connector(*children).set_xfer_handshake_metadata_pp_aware(sent)
-    assert children[0].got == {(0, 0): handshake("/a", 0), (0, 1): handshake("/a", 1)}
-    assert children[1].got is None
-    assert children[2].got == {(0, 0): handshake("/b", 0), (0, 1): handshake("/b", 1)}
-    assert connector(Child()).get_handshake_metadata() is None
-
-
 @pytest.mark.parametrize("what", ["shutdown", "reset"])
 def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting(what):
     children = Child(), Child(), Child()

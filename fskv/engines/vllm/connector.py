@@ -49,7 +49,6 @@ from fskv.engines.vllm.quirks import (
     enclosing_connector,
     event_payloads,
     forget_past_blocks,
-    gives_way,
     handshakes_of_workers,
     heed_caps,
     job_of_load,
@@ -63,9 +62,9 @@ from fskv.engines.vllm.quirks import (
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
 from fskv.engines.vllm.worker import RestingWorker
-from fskv.errors import ConfigError, FskvError, RestError
+from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
-from fskv.kv_transfer.multi import check_stored
+from fskv.kv_transfer.multi import check_children
 from fskv.kv_transfer.options import store_config
 from fskv.offload.lookup import patience
 from fskv.offload.mover import News
@@ -126,7 +125,8 @@ class FskvConnector(OffloadingConnector):
         outer = enclosing_connector(FskvConnector)
         try:
             if outer is not None:
-                check_stored(outer.kv_connector_extra_config.get("connectors") or ())
+                children = outer.kv_connector_extra_config.get("connectors") or ()
+                check_children(outer.kv_connector, children)
             setup = prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
         except RestError as error:
             self._init_at_rest(vllm_config, role, kv_cache_config, str(error))
@@ -239,8 +239,8 @@ class FskvConnector(OffloadingConnector):
         worker = None if self.connector_worker is None else self._spec.worker
         return None if worker is None else worker.handshake
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if gives_way(self) else self.handshake
+    def get_handshake_metadata(self) -> None:
+        """Return nothing: in vLLM's MultiConnector every child hears the first child's. See the scheduler."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
@@ -291,16 +291,16 @@ class FskvConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        """Ask the workers, now that all have their KV: what vLLM hands over may be another connector's."""
         if self._manager.chunks.stopped:
             return  # the scheduler does not know its KV, whatever its workers know
-        workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
-            if not workers or len(workers) < len(metadata):
-                workers = handshakes_of_workers()
+            workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.turn_off(rests[0], unknown=True)
                 return
-            _check_own(workers, self._setup.config.root)
+            root = self._setup.config.root
+            workers = [worker for worker in workers if _is_inside(worker.namespace_path, root)]
             self._manager.set_workers(workers)
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
@@ -436,12 +436,7 @@ def _fields(of_vllm: Any) -> dict[str, Any]:
     return {each.name: getattr(of_vllm, each.name) for each in fields(of_vllm)}
 
 
-def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
-    """Refuse another connector's handshake: vLLM's MultiConnector gives all children that of the first."""
-    for worker in workers:
-        path = os.path.normpath(worker.namespace_path)
-        if os.path.commonpath([path, os.path.normpath(root)]) != os.path.normpath(root):
-            raise ConfigError(
-                f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
-                "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
-            )
+def _is_inside(path: str, root: str) -> bool:
+    """Whether a namespace is one of this root: an engine may have several, none of them inside another."""
+    root = os.path.normpath(root)
+    return os.path.commonpath([os.path.normpath(path), root]) == root

@@ -181,7 +181,7 @@ class FskvManager(OffloadingManager):
         """Take the workers' handshake; raises ConfigError when they do not agree with each other."""
         if not workers:
             raise ConfigError(
-                "no worker reported a namespace: this vLLM does not hand over the handshake"
+                "no worker reported a namespace of this root: fskv cannot ask the workers of this engine"
             )
         first = workers[0]
         for worker in workers:

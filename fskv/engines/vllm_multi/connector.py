@@ -1,9 +1,9 @@
 """FskvMultiConnector: several roots, or a root beside another connector, in one engine.
 
 vLLM's MultiConnector carries the calls to the children; here is what it does not do: load from the child
-that is worth most, go on without one that does not answer, hand every child its own handshake, keep the
-children's metrics apart, and tell each child which blocks a load of another one is about to overwrite. Why
-this form and not one connector with several roots: docs/vllm.md, "Several roots".
+that is worth most, go on without one that does not answer, keep the children's metrics apart, and tell each
+child which blocks a load of another one is about to overwrite. Why this form and not one connector with
+several roots: docs/vllm.md, "Several roots".
 
 Scheduler and worker side run on the threads of vLLM that call them; no call waits.
 """
@@ -16,13 +16,11 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -54,13 +52,6 @@ logger = logging.getLogger(__name__)
 
 # How many times `lookup_timeout_s` a silent child of another make is waited for that alone may have tokens.
 _PATIENCE_ALONE = 10
-
-
-@dataclass
-class MultiHandshake(KVConnectorHandshakeMetadata):
-    """What each child of one worker tells its own scheduler's side; pickled."""
-
-    children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class FskvMultiConnector(MultiConnector):
@@ -121,25 +112,6 @@ class FskvMultiConnector(MultiConnector):
                 raise ConfigError(f"option 'connectors[{idx}]': {words:.500}") from error
             config.kv_transfer_config = transfer
         return found
-
-    # --- start-up ---------------------------------------------------------------------------
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        found = tuple(child.get_handshake_metadata() for child in self._connectors)
-        return MultiHandshake(found) if any(each is not None for each in found) else None
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        for idx, child in enumerate(self._connectors):
-            of_child = {
-                rank: own
-                for rank, each in metadata.items()
-                if isinstance(each, MultiHandshake) and (own := each.children[idx]) is not None
-            }
-            # Ours refuses to start without one.
-            if of_child or isinstance(child, FskvConnector):
-                child.set_xfer_handshake_metadata_pp_aware(of_child)
 
     # --- where to load from -----------------------------------------------------------------
 
