@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -92,7 +91,7 @@ class _Prefix:
 
 
 @dataclass
-class FskvHandshake(KVConnectorHandshakeMetadata):
+class FskvHandshake:
     """What a worker tells the scheduler at start-up; pickled."""
 
     rank: int
