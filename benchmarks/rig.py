@@ -103,7 +103,6 @@ def open_namespace(
         hash_algorithm="sha256",
         hash_seed="0",
         topology={"tp": 1},
-        lora="off",
     )
     return Root.open(root, create=create).open_namespace(identity)
 

@@ -58,7 +58,6 @@ def _identity(chunk_nbytes: int) -> Identity:
         hash_algorithm="none",
         hash_seed="0",
         topology={"tp": 1},
-        lora="off",
     )
 
 

@@ -117,7 +117,8 @@ class StoreConfig:
         'list of "lora", "media"',
         "Names in requests that fskv believes. `lora`: the name of an adapter never changes its weights; "
         "without it requests with an adapter are neither stored nor loaded. `media`: the engine's names of "
-        "images, sound and video, which a client may choose; without it their KV is keyed by what they are.",
+        "images, sound and video, which a client may choose; without it only the text before the first of "
+        "them in a prompt is stored and loaded.",
         "You load adapters from fixed places, or no client can name media.",
     )
     store: bool = option(
@@ -174,8 +175,8 @@ class StoreConfig:
     load_budget: str = option(
         "off",
         "on or off",
-        "`on`: a hit is loaded only where that is predicted to be faster than its recompute, from measured "
-        "rates, and a load that takes as long as the recompute is given up.",
+        "`on`: a load that takes as long as the recompute of its tokens is given up, and the next 15 hits "
+        "are recomputed.",
         "The mount is sometimes slower than the GPU.",
     )
     lookup_timeout_s: float = option(
@@ -236,11 +237,6 @@ class StoreConfig:
         if self.io_threads == "auto":
             return max(1, min(wanted, num_slots // 2))
         return self.io_threads
-
-    @property
-    def lora_policy(self) -> str:
-        """The identity's word for how adapters are treated."""
-        return "by-name" if "lora" in self.trust else "off"
 
     @property
     def deadline(self) -> Deadline:

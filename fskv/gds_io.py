@@ -77,7 +77,7 @@ class _GdsChunk(ChunkFd):
 
 
 class GdsTransport:
-    """See the module docstring; docs/architecture.md, "Staging"."""
+    """Moves chunks between files and slots on the GPU by kvikio; docs/architecture.md, "Staging"."""
 
     def __init__(
         self,

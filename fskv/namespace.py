@@ -32,7 +32,6 @@ from fskv.errors import ConfigError, IdentityMismatch
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 FORMAT = 1
-LORA_POLICIES = ("off", "by-name")
 
 MAX_TENANT = 200  # characters
 
@@ -114,7 +113,6 @@ class Identity:
     hash_algorithm: str
     hash_seed: str
     topology: Mapping[str, int]  # tp, pp, pcp, dcp sizes
-    lora: str  # one of LORA_POLICIES
 
     # Optional: in the digest only when set. Defaults must be None.
     canonical_format: str | None = None
@@ -126,8 +124,6 @@ class Identity:
         _check_fields(self, "identity")
         if not self.extra:
             object.__setattr__(self, "extra", None)
-        if self.lora not in LORA_POLICIES:
-            raise _wrong("identity.lora", f"one of {', '.join(LORA_POLICIES)}", self.lora)
         if self.tenant is not None and len(self.tenant) > MAX_TENANT:
             raise _wrong("identity.tenant", f"at most {MAX_TENANT} characters", self.tenant)
         order = [group.group_idx for group in self.groups]

@@ -125,11 +125,6 @@ MEANINGS: dict[str, Meaning] = {
         "block hashes begin with it, so equal prompts have other keys",
         "set PYTHONHASHSEED to the same value in the environment of both, or unset it on both",
     ),
-    "lora": Meaning(
-        "LoRA policy",
-        "one trusts the names of adapters, the other stores nothing of theirs",
-        "give both the same option `lora`",
-    ),
     "groups": Meaning(
         "KV groups",
         "layers, windows, block or page sizes differ, so the files have other contents or lengths",

@@ -47,7 +47,6 @@ def corruption_identity(model: str) -> Identity:
         hash_algorithm="none",
         hash_seed="0",
         topology={"tp": 2},
-        lora="off",
     )
 
 

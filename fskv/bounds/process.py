@@ -26,7 +26,7 @@ _starters: list[subprocess.Popen[bytes]] = []  # that had not ended when they we
 
 
 class MaintenanceProcess:
-    """See the module docstring. Nothing here waits; one thread."""
+    """An engine's handle on its maintenance process. Nothing here waits; one thread."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         """Start it; raises OSError."""

@@ -36,10 +36,6 @@ class JobResult:
     failed: bool
     nbytes: int
     seconds: float
-    # Of loads. From the first chunk's start to the last one's end, or until it was given up: `seconds` also
-    # has the time in the queue and until the engine's thread looked.
-    busy_s: float = 0.0
-    done_share: float = 1.0  # of the bytes
     late: bool = False  # given up at its deadline
     bad: tuple[FileId, ...] = ()  # of a load: the files that were not good
 
@@ -183,7 +179,6 @@ class Job:
         self.nbytes = 0
         # When the pages of the last file were free.
         self.ended_at = math.inf if self.tasks else submitted_at
-        self.read_until = 0.0  # the end of the last file that was loaded
 
     def abandon(self) -> None:
         """Let no thread touch its pages from the return on. Waits for memory copies only."""
@@ -205,10 +200,6 @@ class Job:
         seconds = self.ended_at - self.submitted_at
         if not self.is_load:
             return JobResult(self.job_id, False, False, self.nbytes, seconds)
-        total = sum(task.move.plan.nbytes for task in self.tasks)
-        began = [at for task in self.tasks if (at := task.started_at) is not None]
-        until = self.ended_at if self.bad else self.read_until
-        busy_s = until - min(began, default=self.submitted_at)
         if self.dropped:
             self.bad = [task.move.file for task in self.tasks]
         return JobResult(
@@ -217,9 +208,6 @@ class Job:
             bool(self.bad),
             self.nbytes,
             seconds,
-            # The wait for an event is none of it, and nobody knows how much of a late load that was.
-            busy_s=self.allowed_s if self.late else max(0.0, busy_s),
-            done_share=self.nbytes / total if total else 1.0,
             late=self.late,
             bad=tuple(self.bad),
         )

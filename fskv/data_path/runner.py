@@ -400,7 +400,6 @@ class JobRunner(Generic[SlotT]):
         task.stage = Stage.ENDED
         if status is Status.OK and job.is_load:
             nbytes = task.move.plan.nbytes
-            job.read_until = max(job.read_until, (task.started_at or 0.0) + seconds)
         elif status is Status.OK:
             nbytes = self._store.file_nbytes[file.group_idx]
         self._outcomes.append(FileOutcome(file, job.is_load, status, nbytes, seconds))

@@ -117,7 +117,7 @@ class _Removal(NamedTuple):
 
 
 class PresenceIndex:
-    """See the module docstring."""
+    """What is known of the chunks of one namespace, and the probes that find it out."""
 
     def __init__(
         self,

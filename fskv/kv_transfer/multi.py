@@ -22,26 +22,19 @@ OURS, OURS_MULTI = "FskvConnector", "FskvMultiConnector"
 TIER = "FskvTier"
 
 # vLLM checks or changes its own configuration for these, and finds them only under its MultiConnector.
-PULLS = ("NixlConnector", "NixlPullConnector")  # of these the connector looks after it
+_ONLY_UNDER_VLLMS = (
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MoRIIOConnector", "MooncakeConnector", "HiSparseConnector"),
+)
 # What takes KV from another engine's memory, unless it is said to give only.
 _FROM_ENGINES = (
-    *PULLS,
-    "NixlPushConnector",
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "P2pNcclConnector",
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MoRIIOConnector", "MooncakeConnector", "P2pNcclConnector"),
 )
 # What keeps KV of this engine in this engine's memory, and what it may be made of.
 _OF_THE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SPECS = (None, "CPUOffloadingSpec", "TieringOffloadingSpec")
 _GROUPS = ("MultiConnector", OURS_MULTI)  # connectors around others
-_NOT_AS_CHILD = (
-    *_GROUPS,
-    "NixlPushConnector",
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "HiSparseConnector",
-)
 
 _PARSERS = {
     "load_weight": number(0, 1e6, "a number"),
@@ -119,11 +112,11 @@ def _child(where: str, written: Any) -> ChildConfig:
     if not isinstance(written, Mapping) or not isinstance(written.get("kv_connector"), str):
         raise bad(where, written, 'an object with "kv_connector", "kv_role" and so on')
     connector = written["kv_connector"]
-    if connector in _NOT_AS_CHILD:
+    if connector in _GROUPS + _ONLY_UNDER_VLLMS:
         raise ConfigError(
             f"option '{where}': found {connector}, which FskvMultiConnector does not take as a child; "
-            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or "
-            "another connector that vLLM does not treat in a way of its own"
+            "expected FskvConnector, OffloadingConnector, SimpleCPUOffloadConnector or another connector "
+            "that vLLM does not treat in a way of its own (vLLM's MultiConnector takes all)"
         )
     extra = written.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -182,6 +175,17 @@ def check_stored(children: Sequence[Any]) -> None:
                     f"option '{where}.store': found {stores!r} beside {unchecked}, expected false: nobody "
                     "checks the KV that it brings, so it must not be stored; who computes it stores it"
                 )
+
+
+def check_children(connector: str | None, children: Sequence[Any]) -> None:
+    """Refuse what cannot stand side by side in a connector around others; raises ConfigError."""
+    check_stored(children)
+    ours = [each for each in _mappings(children) if each.get("kv_connector") in (OURS, OURS_MULTI)]
+    if connector == "MultiConnector" and len(ours) > 1:
+        raise ConfigError(
+            f"option 'connectors': found {len(ours)} of fskv's in vLLM's MultiConnector, expected one: two "
+            "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
+        )
 
 
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:
@@ -247,7 +251,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
         raise ConfigError(f"{name}: found {found!r}, expected a list of objects")
     if connector == "MultiConnector":
-        check_stored(found)
+        check_children(connector, found)
         return [store for child in found for store in stores_of(child)]
     check_stored([transfer])
     if near := difflib.get_close_matches(connector, (OURS, OURS_MULTI), n=1, cutoff=0.8):

@@ -46,7 +46,7 @@ def check_directory(path: str | None) -> None:
 
 
 class HealthFile:
-    """See the module docstring. `look` returns what is amiss: condition -> sentence."""
+    """The health file and its thread. `look` returns what is amiss: condition -> sentence."""
 
     def __init__(
         self,

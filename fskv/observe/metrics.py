@@ -118,20 +118,13 @@ DECLINED_TOKENS = Metric(
     "fskv_declined_tokens",
     "counter",
     "tokens",
-    "Tokens of hits that were not loaded: a recompute was predicted to be faster, or a load of the "
-    "request was late.",
+    "Tokens of hits that were not loaded, because a load before them was given up.",
 )
 CUT_LOADS = Metric(
     "fskv_cut_loads",
     "counter",
     "loads",
     "Loads that were given up at their time limit or deadline, so that the request is recomputed.",
-)
-LOAD_RATE = Metric(
-    "fskv_load_rate",
-    "gauge",
-    "bytes per second",
-    "The rate of the last loads on the slowest rank; each file counts as 128 KiB more.",
 )
 PREFILL_RATE = Metric(
     "fskv_prefill_rate",
@@ -315,7 +308,6 @@ ALL_METRICS = (
     SAVED_SECONDS,
     DECLINED_TOKENS,
     CUT_LOADS,
-    LOAD_RATE,
     PREFILL_RATE,
     SLOTS_IN_USE,
     THREADS_HUNG,

@@ -32,7 +32,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")
 
 
 class StateLog:
-    """See the module docstring. `fields` come with every line."""
+    """Logs each change of state as one line. `fields` come with every line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, **fields: object) -> None:
         self._clock = clock

@@ -44,7 +44,7 @@ class _Job:
 
 
 class BlockingStore:
-    """See the module docstring. Nothing here raises but ValueError for a page that is not in the memory."""
+    """Calls that wait. None of them raises but ValueError for a page that is not in the memory."""
 
     def __init__(self, kv: KvStore, chunk_nbytes: int, *, num_storing: int = 1) -> None:
         """`chunk_nbytes` is what a deadline counts; `num_storing` threads may store at the same time."""

@@ -41,7 +41,7 @@ _NOT_OURS = (
 
 
 class KvStore:
-    """See the module docstring. One thread calls. The constructor waits for a disk, `close` a moment."""
+    """A Lookup and a Mover in one. One thread calls. The constructor waits for a disk, `close` a moment."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ def patience(
 
 
 class Lookup:
-    """See the module docstring."""
+    """What the scheduler's side of an engine asks: is a chunk there, may it be stored. One thread."""
 
     def __init__(
         self,

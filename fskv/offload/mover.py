@@ -99,7 +99,7 @@ class News:
 
 
 class Mover:
-    """See the module docstring."""
+    """Stores and loads the chunks of one worker, job by job. One thread."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Begun(NamedTuple):
 
 
 class Uses(Generic[_K]):
-    """See the module docstring. Keys are those of the chunks of one group, which stand for all groups'."""
+    """The uses of prefixes. Keys are those of the chunks of one group, which stand for all groups'."""
 
     def __init__(
         self,

@@ -59,7 +59,6 @@ CHANGES = {
     "rope": ({"engine": {"hf_overrides": ROPE}}, {"model_config"}),
     "tenant": ({"options": {"tenant": "somebody else"}}, {"tenant"}),
     "weights id": ({"options": {"weights_id": "another name"}}, {"weights"}),
-    "lora": ({"options": {"trust": ["lora"]}}, {"lora"}),
     "chunk size": ({"blocks_per_chunk": 8}, {"blocks_per_chunk"}),
 }
 

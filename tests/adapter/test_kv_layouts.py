@@ -172,16 +172,16 @@ def test_every_byte_of_a_block_makes_the_round_trip(model, layout, kernel, tmp_p
     groups = engine_groups(cache.vllm_config, cache.config)
     handed_over = cache.handed_over()
     found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
-    if (model, layout) in OVERLAPPING:
+    check = (cache.vllm_config, groups, found, places.rows_of(handed_over), cache.num_blocks)
+    if (model, layout) in OVERLAPPING | LOST:
         with pytest.raises(
             ConfigError, match=f"found {layout}, expected LBHNC or LBNHC"
         ) as refused:
-            places.whole_rows(cache.vllm_config, groups, found, handed_over)
+            places.check_rows(*check)
         assert "\n" not in str(refused.value)
         return
-    rows = places.whole_rows(cache.vllm_config, groups, found, handed_over)
-    assert (rows is handed_over) is ((model, layout) not in LOST)
-    came, of_all, unharmed = round_trip(cache, groups, rows, tmp_path / "kv", gpu)
+    places.check_rows(*check)
+    came, of_all, unharmed = round_trip(cache, groups, handed_over, tmp_path / "kv", gpu)
     assert of_all == CHUNK * sum(group.block_nbytes for group in groups)
     assert came == of_all
     assert unharmed
@@ -213,21 +213,6 @@ def test_negative_control_blocks_of_such_a_cache_lie_over_each_other(model, layo
         state[3] = 1
     changed = {b for (name, b), was in before.items() if cache.block(name, b) != was}
     assert changed - {3}
-
-
-@pytest.mark.parametrize("layout", kv.LAYOUTS)
-def test_what_takes_vllm_s_rows_as_they_are_is_refused_with_the_layout_s_name(layout):
-    cache = cache_of("full", layout, None)
-    groups = engine_groups(cache.vllm_config, cache.config)
-    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
-    rows = places.rows_of(cache.handed_over())
-    check = (cache.vllm_config, groups, found, rows, cache.num_blocks)
-    if layout != "LHBNC":
-        places.check_rows(*check, of="vLLM's CPU tier")
-        return
-    with pytest.raises(ConfigError, match="found LHBNC, expected LBHNC or LBNHC with") as refused:
-        places.check_rows(*check, of="vLLM's CPU tier")
-    assert "\n" not in str(refused.value)
 
 
 # --- the check itself: what it must see --------------------------------------------------------
@@ -272,15 +257,15 @@ def test_a_row_that_is_wrong_by_a_byte_is_seen(model, fault):
 
 
 def test_layers_that_share_another_one_s_cache_need_no_place_of_their_own(tmp_path):
-    cache = cache_of("full", "LHBNC", None)
+    cache = cache_of("full", "LBHNC", None)
     shared = cache.layers["l.2"]
     shared.kv_sharing_target_layer_name = "l.1"
     shared.kv_cache = cache.layers["l.1"].kv_cache
     groups = engine_groups(cache.vllm_config, cache.config)
     found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
     assert set(found) == {"l.0", "l.1"}
-    rows = places.whole_rows(cache.vllm_config, groups, found, cache.handed_over())
-    assert len(rows.tensors) == 2 * kv.HEADS
+    rows = places.rows_of(cache.handed_over())
+    places.check_rows(cache.vllm_config, groups, found, rows, cache.num_blocks)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_roots_that_only_look_alike_are_taken():
         ([ours("/a", load_weight=-1)], {}, ["connectors[0].load_weight", "-1"]),
         ([ours("/a", load_weight="2")], {}, ["connectors[0].load_weight", "'2'"]),
         ([ours("/a", name=7)], {}, ["connectors[0].name"]),
+        ([other("NixlConnector")], {}, ["connectors[0]", "NixlConnector", "as a child"]),
         ([other("NixlPushConnector")], {}, ["connectors[0]", "NixlPushConnector", "as a child"]),
         ([other("FskvMultiConnector")], {}, ["as a child"]),
         (["FskvConnector"], {}, ["connectors[0]", "an object"]),
@@ -205,6 +206,14 @@ def test_a_tier_beside_another_ones_files_does_not_store(stores):
             stores_of(transfer)
     else:
         stores_of(transfer)
+
+
+def test_two_of_ours_need_our_own_connector_around_them():
+    """In vLLM's neither hears which blocks a load of the other one overwrites."""
+    two = [ours("/a"), ours("/b")]
+    with pytest.raises(ConfigError, match="need FskvMultiConnector above them"):
+        stores_of(other("MultiConnector", connectors=two))
+    assert len(stores_of(other("FskvMultiConnector", connectors=two))) == 2
 
 
 def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():

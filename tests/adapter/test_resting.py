@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import RequestStatus
 
     from fskv.config import StoreConfig
+    from fskv.engines.vllm import connector as module
     from fskv.engines.vllm import page_layout
     from fskv.engines.vllm.connector import FskvConnector
     from fskv.engines.vllm.identity import EngineGroup
@@ -158,16 +159,21 @@ def scheduler_side(made, root="/nowhere"):
     return connector
 
 
+def tell(monkeypatch, scheduler, *workers):
+    """Have a scheduler's side ask these workers, as at the start."""
+    monkeypatch.setattr(module, "handshakes_of_workers", lambda: list(workers))
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
+
+
 @pytest.mark.parametrize("resting", [(0,), (1,), (0, 1), ()])
-def test_one_rank_that_rests_is_enough_for_all(resting, tmp_path, caplog):
+def test_one_rank_that_rests_is_enough_for_all(resting, tmp_path, caplog, monkeypatch):
     path = tmp_path / "health.json"
     made = manager(tmp_path, health_file=str(path))
     workers = [handshake(rank, REASON if rank in resting else None) for rank in (0, 1)]
     workers = pickle.loads(pickle.dumps(workers))
     try:
         with caplog.at_level(logging.WARNING):
-            metadata = {(0, rank): worker for rank, worker in enumerate(workers)}
-            scheduler_side(made).set_xfer_handshake_metadata_pp_aware(metadata)
+            tell(monkeypatch, scheduler_side(made), *workers)
         request = ReqContext("r")
         said = [r.getMessage() for r in caplog.records if "event=kv_unknown" in r.getMessage()]
         if not resting:  # the control
@@ -225,7 +231,7 @@ def test_a_worker_that_does_not_know_its_kv_says_so_and_has_nothing_to_do(monkey
     worker = Worker(fail(RestError(REASON)))
     worker.register(monkeypatch)
     assert isinstance(worker.half.worker, RestingWorker)
-    told = worker.connector.get_handshake_metadata()
+    told = worker.connector.handshake
     assert (told.rank, told.world_size, told.rests) == (1, 2, REASON)
     worker.connector.drop_jobs()
     assert worker.connector.get_kv_connector_stats() is None
@@ -323,14 +329,14 @@ def scheduled(request):
     )
 
 
-def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path):
+def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
     path = tmp_path / "health.json"
     config = whole_config(tmp_path, health_file=str(path))
     scheduler = FskvConnector(config, KVConnectorRole.SCHEDULER, of_unknown_kind())
     worker = FskvConnector(config, KVConnectorRole.WORKER, of_unknown_kind())
-    told = worker.get_handshake_metadata()
+    told = worker.handshake
     assert "kind CrossAttentionSpec: fskv does not know how its KV is covered" in told.rests
-    scheduler.set_xfer_handshake_metadata_pp_aware({(1, 0): told})
+    tell(monkeypatch, scheduler, told)
     request = a_request()
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -352,13 +358,11 @@ def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path):
     worker.shutdown()
 
 
-def test_such_a_worker_is_heard_by_a_scheduler_that_knows_its_kind(tmp_path):
+def test_such_a_worker_is_heard_by_a_scheduler_that_knows_its_kind(tmp_path, monkeypatch):
     """With pipeline stages, or layers that vLLM's scheduler is not shown, workers may know better."""
     worker = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
     made = manager(tmp_path)
-    scheduler_side(made).set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): worker.get_handshake_metadata(), (0, 1): handshake(1)}
-    )
+    tell(monkeypatch, scheduler_side(made), worker.handshake, handshake(1))
     assert made.prepare_store([KEY], ReqContext("r")).keys_to_store == []
     made.shutdown()
 
@@ -379,4 +383,3 @@ def test_inside_of_another_connector_it_is_heard_as_well(tmp_path, monkeypatch):
     multi = connector(child)
     monkeypatch.setattr(kv_transfer_state, "get_kv_transfer_group", lambda: multi)
     assert handshakes(None) == [child.handshake]
-    assert multi.get_handshake_metadata().children == (child.handshake,)

@@ -211,9 +211,9 @@ CHANGES = {
     "SGLang's version": {"version": "0.5.24"},
     "architecture": {"arch": "sm_90"},
     "weights_id": {"options": {"weights_id": "mine"}},
-    "trust": {"options": {"trust": ["lora"]}},
 }
 SAME = {
+    "trust": {"options": {"trust": ["lora"]}},
     "--port": {"arguments": {"port": 1}},
     "--random-seed": {"arguments": {"random_seed": 7}},
     "--api-key": {"arguments": {"api_key": "secret"}},

@@ -666,14 +666,18 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     answers = [(RestError, "KV layer l.7: nobody knows"), (ConfigError, "found 1, expected 2")]
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
     monkeypatch.setattr(workers, "executor", lambda: executor)
-    executor.vllm_config = None
-    monkeypatch.setattr(workers, "make_keys_strict", lambda *_, **__: "")
+    media = SimpleNamespace(language_model_only=True)
+    model = SimpleNamespace(multimodal_config=media)
+    executor.vllm_config = SimpleNamespace(model_config=model)
     spec = SimpleNamespace(config=SimpleNamespace(engine_id="e"))
     with pytest.raises(RestError, match="nobody knows"):
         workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
     answers.reverse()
     with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
         workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
+    media.language_model_only = False
+    with pytest.raises(ConfigError, match="a model that takes media"):
+        workers.ask_workers(spec, SimpleNamespace(trust=("media",)), 0, "")
 
     def find():
         raise RestError("KV layer l.7: nobody knows")

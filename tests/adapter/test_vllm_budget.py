@@ -9,20 +9,15 @@ from typing import NamedTuple
 
 import pytest
 import world
-from hypothesis import given
-from hypothesis import strategies as st
 from world import Clock
 
 from fskv.config import StoreConfig
-from fskv.hybrid_planner import GroupKind, GroupSpec
 from fskv.observe import metrics
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 pytestmark = world.VLLM
 
-MIB = 1 << 20
 CHUNK = 128  # tokens
-FULL = GroupSpec(0, GroupKind.FULL, CHUNK, None)
 PROMPT = 1000
 FOUND = 896
 
@@ -42,28 +37,26 @@ def scheduled(tokens, finished=(), drafts=()):
     )
 
 
-def told(seconds, done_share=1.0, *, failed=False, late=False):
+def told(seconds, *, failed=False, late=False):
     """Return what one rank tells of a load."""
     from fskv.data_path.job import JobResult
 
-    return JobResult(0, True, failed, 0, seconds, seconds, done_share, late)
+    return JobResult(0, True, failed, 0, seconds, late)
 
 
 class Engine:
-    """A budget and the engine around it: chunks of 2 MiB, `step_s` per 1000 tokens of prompt."""
+    """A budget and the engine around it."""
 
-    def __init__(self, groups=(FULL,), *, num_ranks=1, **options):
+    def __init__(self, *, num_ranks=1, **options):
         from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
         manager = SimpleNamespace(
             config=StoreConfig.from_mapping({"root": "/kv", "load_budget": "on", **options}),
-            blocks_per_chunk=1,
             workers=[None] * num_ranks,
-            rank_sizes={group.group_idx: 2 * MIB for group in groups},
             was_asked=lambda req_id: not req_id.startswith("unasked"),
         )
-        self.budget = LoadBudget(manager, list(groups))
+        self.budget = LoadBudget(manager)
         self.budget._clock = self.clock
         self.sums = Counter()
         self.num_ranks = num_ranks
@@ -72,19 +65,19 @@ class Engine:
     def request(self, name):
         return Request(name)
 
-    def take(self, request, found=FOUND, computed=0):
-        return self.budget.take(request.request_id, computed, found)
+    def take(self, request, found=FOUND):
+        return self.budget.take(request.request_id, found)
 
-    def admit(self, request, taken, computed=0):
+    def admit(self, request, taken):
         self.num_jobs += 1
         allowed_s = self.budget.allowed_s(request.request_id)
         job = self.num_jobs if taken else None
-        self.budget.admitted(request.request_id, taken, computed, job)
+        self.budget.admitted(request.request_id, taken, job)
         return job, allowed_s
 
-    def end(self, job, seconds, *, done_share=1.0, late=False, failed=False):
+    def end(self, job, seconds, *, late=False, failed=False):
         self.clock.advance(seconds)
-        report = told(seconds, done_share, failed=failed or late, late=late)
+        report = told(seconds, failed=failed or late, late=late)
         for _ in range(self.num_ranks):
             self.budget.on_loads({job: [report]})
 
@@ -129,7 +122,7 @@ def test_nothing_measured_loads_and_waits_as_long_as_the_deadline():
     engine = Engine()
     taken, _, allowed_s = engine.ask("a")
     assert (taken, allowed_s) == (FOUND, math.inf)
-    assert engine.budget.predicted_load_s(FOUND, 0) is None
+    assert engine.budget.recompute_s(FOUND) is engine.budget.prefill_per_s is None
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -159,7 +152,7 @@ def after_a_tail():
 
 def test_the_tail_of_a_loaded_prompt_gives_no_rate_of_prefill():
     engine = after_a_tail()
-    assert engine.budget.prefill.predict_s(4352) == pytest.approx(43.5, rel=0.01)
+    assert engine.budget.recompute_s(4352) == pytest.approx(43.5, rel=0.01)
 
 
 def test_a_load_may_take_as_long_as_its_recompute_and_no_less_than_a_moment():
@@ -174,29 +167,65 @@ def test_a_load_may_take_as_long_as_its_recompute_and_no_less_than_a_moment():
     assert fast.ask("b")[2] == 0.25
 
 
-def test_fast_storage_is_loaded_from_and_slow_storage_is_not():
-    assert known(0.1, 10.0).ask("a")[0] == FOUND
-    assert known(20.0, 10.0).ask("a")[0] == 0
+def slow(**options):
+    """An engine whose last load was given up."""
+    engine = known(0.5, 10.0, **options)
+    _, job, _ = engine.ask("given up")
+    engine.end(job, 9.0, late=True)
+    return engine
 
 
-def test_negative_control_without_the_option_slow_storage_is_loaded_from_but_measured():
-    engine = known(20.0, 10.0, load_budget="off")
-    taken, _, allowed_s = engine.ask("a")
-    assert (taken, allowed_s) == (FOUND, math.inf)
-    assert engine.budget.predicted_load_s(FOUND, 0) > 20.0
+def test_after_a_load_that_was_given_up_hits_are_declined_until_one_is_fast():
+    engine = slow()
+    assert [engine.ask(f"r{n}")[0] for n in range(15)] == [0] * 15
+    taken, job, allowed_s = engine.ask("tried")
+    assert taken == FOUND
+    assert allowed_s == pytest.approx(8.96, rel=0.01), "within the same limit"
+    engine.end(job, 9.0, late=True)
+    assert engine.ask("still slow")[0] == 0
+    for number in range(14):
+        engine.ask(f"s{number}")
+    _, job, _ = engine.ask("tried again")
+    engine.end(job, 0.1)
+    assert engine.ask("next")[0] == FOUND
 
 
-def test_loads_that_run_count():
-    engine = known(5.0, 10.0)
-    assert engine.ask("a")[0] == FOUND
-    assert engine.ask("b")[0] == 0, "behind the first one"
+def test_a_load_that_ends_well_ends_the_wait_of_all():
+    engine = known(0.5, 10.0)
+    jobs = [engine.ask(name)[1] for name in ("late", "fast")]
+    engine.end(jobs[0], 9.0, late=True)
+    engine.end(jobs[1], 0.1)
+    assert engine.ask("next")[0] == FOUND
+
+
+def test_negative_control_without_the_option_slow_storage_is_loaded_from():
+    engine = slow(load_budget="off")
+    assert engine.ask("a")[::2] == (FOUND, math.inf)
+
+
+def test_what_was_declined_is_counted_once():
+    engine = slow()
+    request = engine.request("a")
+    for _ in range(20):  # no pages were free: vLLM asks in every step, and none of them is a probe
+        assert engine.take(request) == 0
+    engine.admit(request, 0)
+    assert engine.counted(metrics.DECLINED_TOKENS) == FOUND
+
+
+def test_a_load_has_ended_when_every_rank_has_told():
+    engine = Engine(num_ranks=2)
+    _, job, _ = engine.ask("b")
+    engine.budget.on_loads({job: [told(1.0)]})
+    assert engine.counted(metrics.LOADED_REQUESTS) == 0
+    engine.budget.on_loads({job: [told(3.0, failed=True, late=True)]})
+    assert engine.counted(metrics.CUT_LOADS) == 1
 
 
 def test_a_load_that_was_late_is_not_tried_again_without_a_budget_either():
     engine = known(0.5, 10.0, load_budget="off")
     request = engine.request("a")
     job, _ = engine.admit(request, engine.take(request))
-    engine.end(job, 9.0, done_share=1.0, late=True)
+    engine.end(job, 9.0, late=True)
     assert engine.take(request) == 0
     assert engine.ask("b")[0] == FOUND
 
@@ -205,7 +234,7 @@ def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declin
     engine = known(0.5, 10.0)
     request = engine.request("a")
     job, _ = engine.admit(request, engine.take(request))
-    engine.end(job, 9.0, done_share=0.1, late=True)
+    engine.end(job, 9.0, late=True)
     assert engine.counted(metrics.CUT_LOADS) == 1
     assert engine.take(request) == 0
     assert engine.ask("b")[0] == 0
@@ -216,15 +245,6 @@ def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declin
     assert failed.take(request) == FOUND
 
 
-def test_of_some_hits_that_are_declined_one_is_loaded_and_finds_storage_that_is_back():
-    engine = known(20.0, 10.0)
-    taken = [engine.ask(f"r{n}") for n in range(16)]
-    assert [each[0] for each in taken] == [0] * 15 + [FOUND]
-    assert taken[-1][2] == pytest.approx(8.96, rel=0.01), "within the same limit"
-    engine.end(taken[-1][1], 0.1)
-    assert engine.ask("next")[0] == FOUND
-
-
 def test_what_a_rank_tells_of_a_load_from_before_a_reset_is_not_kept():
     engine = Engine(num_ranks=2)
     engine.compute("computed", 10.0)
@@ -233,15 +253,6 @@ def test_what_a_rank_tells_of_a_load_from_before_a_reset_is_not_kept():
     engine.budget.reset()
     engine.budget.on_loads({job: [told(0.1)]})
     assert engine.budget._loads == {}
-
-
-def test_what_was_declined_is_counted_once():
-    engine = known(20.0, 10.0)
-    request = engine.request("a")
-    for _ in range(20):  # no pages were free: vLLM asks in every step, and none of them is a probe
-        assert engine.take(request) == 0
-    engine.admit(request, 0)
-    assert engine.counted(metrics.DECLINED_TOKENS) == FOUND
 
 
 def test_a_hit_that_another_child_of_a_multi_connector_serves_was_not_declined():
@@ -262,27 +273,7 @@ def test_a_step_that_was_scheduled_before_the_last_output_counts_from_that_outpu
     for _ in range(2):
         engine.clock.advance(10.0)
         engine.budget.on_output()
-    assert engine.budget.prefill.predict_s(PROMPT) == pytest.approx(10.0, rel=0.01)
-
-
-def test_a_load_has_ended_when_every_rank_has_told():
-    engine = Engine(num_ranks=2)
-    engine.compute("a", 10.0)
-    _, job, _ = engine.ask("b")
-    engine.clock.advance(1)
-    engine.budget.on_loads({job: [told(1.0)]})
-    assert engine.budget.loading.predict_s(2 * MIB) is None
-    engine.budget.on_loads({job: [told(3.0)]})
-    assert engine.budget.predicted_load_s(FOUND, 0) == pytest.approx(3.0)
-
-
-def test_after_a_reset_what_is_told_of_older_jobs_counts_for_nothing():
-    engine = known(0.1, 10.0)
-    _, job, _ = engine.ask("a")
-    before = engine.budget.predicted_load_s(FOUND, 0)
-    engine.budget.reset()
-    engine.end(job, 50.0)
-    assert engine.budget.predicted_load_s(FOUND, 0) <= before
+    assert engine.budget.recompute_s(PROMPT) == pytest.approx(10.0, rel=0.01)
 
 
 def test_finished_requests_leave_nothing_behind():
@@ -300,17 +291,9 @@ def test_a_load_that_ends_after_its_request_was_aborted_leaves_nothing_behind():
     request = engine.request("a")
     job, _ = engine.admit(request, engine.take(request))
     engine.step(0.1, {}, finished=["a", "computed", "loaded"])
-    engine.end(job, 5.0, done_share=0.1, late=True)
+    engine.end(job, 5.0, late=True)
     assert not engine.budget._asked
     assert not engine.budget._loads
-
-
-def test_a_load_that_brought_nothing_does_not_make_its_storage_a_million_times_slower():
-    engine = known(0.5, 10.0)
-    request = engine.request("a")
-    job, _ = engine.admit(request, engine.take(request))
-    engine.end(job, 5.0, done_share=0.0, late=True)
-    assert 5.0 < engine.budget.predicted_load_s(FOUND, 0) < 50.0
 
 
 def test_each_admitted_request_is_a_hit_a_miss_or_an_unused_hit_and_pending_loads_end():
@@ -383,64 +366,16 @@ def test_what_is_below_zero_is_counted_as_nothing_or_prometheus_would_raise_in_v
 # --- what is predicted --------------------------------------------------------------------------
 
 
-def test_nothing_is_predicted_before_something_was_measured():
-    budget = Engine().budget
-    for rate in (budget.loading, budget.prefill):
-        assert rate.predict_s(1000) is rate.per_s is None
-
-
-def test_what_loads_of_many_small_files_take_is_more_than_their_bytes():
-    tokens = 64 * CHUNK
-    large, small = Engine(), Engine([GroupSpec(0, GroupKind.FULL, CHUNK // 16, None)])
-    small.budget._manager.rank_sizes = {0: 2 * MIB // 16}
-    for engine in (large, small):
-        engine.budget.loading.observe(64 * 2 * MIB, 2.0, keep=0.0)
-    assert large.budget.predicted_load_s(tokens, 0) == pytest.approx(2.0, rel=0.1)
-    assert small.budget.predicted_load_s(tokens, 0) > 3.5
-
-
-@pytest.mark.parametrize("factor", [0.01, 0.2, 5.0, 100.0])
-def test_one_load_is_enough_to_see_that_the_storage_has_changed(factor):
-    engine = Engine()
-    for number in range(100):
-        engine.load(f"r{number}", 1.0)
-    engine.load("other storage", factor)
-    assert engine.budget.predicted_load_s(FOUND, 0) == pytest.approx(factor)
-
-
-@given(st.lists(st.floats(0.6, 1.6), min_size=1))
-def test_noise_on_the_same_storage_stays_noise(seconds):
-    engine = Engine()
-    for each in seconds:
-        engine.load("r", each)
-    assert 0.59 <= engine.budget.predicted_load_s(FOUND, 0) <= 1.61
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e6)), max_size=20),
-    st.integers(0, 10**9),
-)
-def test_predictions_are_never_below_zero(steps, asked):
-    engine = Engine()
-    request = engine.request("r")
-    for amount, seconds in steps:
-        engine.step(seconds, {request: amount + 1})
-        engine.load("loaded", seconds, amount)
-    for rate in (engine.budget.loading, engine.budget.prefill):
-        predicted = rate.predict_s(asked)
-        assert predicted is None or predicted >= 0
-
-
 def test_a_short_tail_does_not_change_what_long_steps_have_shown():
     engine = Engine()
     engine.compute("long", 1.0)
     for _ in range(100):
         engine.compute("tail", 0.9, 17)
-    assert engine.budget.prefill.predict_s(1000) == pytest.approx(1.0, rel=0.01)
+    assert engine.budget.recompute_s(1000) == pytest.approx(1.0, rel=0.01)
     small = Engine()  # the control: an engine of small steps is measured by them
     for _ in range(10):
         small.compute("small", 0.8, 17)
-    assert small.budget.prefill.predict_s(1000) == pytest.approx(50.0)
+    assert small.budget.recompute_s(1000) == pytest.approx(50.0)
 
 
 def test_what_is_decoded_and_drafted_is_no_prompt():
@@ -448,13 +383,13 @@ def test_what_is_decoded_and_drafted_is_no_prompt():
     engine.compute("prompt", 10.0)
     decoding = {engine.request(f"r{number}"): 5 for number in range(1000)}
     engine.step(0.1, decoding, drafts=dict.fromkeys(decoding, 4))
-    assert engine.budget.prefill.predict_s(PROMPT) == pytest.approx(10.0, rel=0.01)
+    assert engine.budget.recompute_s(PROMPT) == pytest.approx(10.0, rel=0.01)
     engine.step(0.1, decoding)  # the control: without drafts they are ends of prompts
-    assert engine.budget.prefill.predict_s(PROMPT) < 5.0
+    assert engine.budget.recompute_s(PROMPT) < 5.0
 
 
 def test_an_engine_that_became_slower_is_believed_after_some_thousand_tokens():
     engine = Engine()
     for seconds in [1.0] * 50 + [4.0] * 30:
         engine.compute("r", seconds)
-    assert engine.budget.prefill.predict_s(1000) > 3.5
+    assert engine.budget.recompute_s(1000) > 3.5

@@ -265,6 +265,22 @@ def _key(number: int):
     return make_offload_key(bytes([number]) * 32, 0)
 
 
+def test_where_vllm_puts_its_own_connector_in_the_place_of_another_is_as_the_plug_in_knows_it():
+    """Else `--kv-offloading-size` would not be refused."""
+    from vllm.config import VllmConfig
+
+    from fskv.engines.vllm import plugin
+
+    of_vllm = VllmConfig._post_init_kv_transfer_config
+    assert list(inspect.signature(of_vllm).parameters) == ["self"]
+    own = getattr(of_vllm, "__wrapped__", of_vllm)
+    assert "kv_offloading_size" in inspect.getsource(own)
+    called = inspect.getsource(VllmConfig.__post_init__)
+    assert "self._post_init_kv_transfer_config()" in called
+    plugin._watch_replacements()
+    assert hasattr(VllmConfig._post_init_kv_transfer_config, "by_fskv")
+
+
 def test_ranks_that_derive_different_namespaces_are_refused_at_start():
     from dataclasses import replace
 
@@ -282,19 +298,26 @@ def test_ranks_that_derive_different_namespaces_are_refused_at_start():
             manager.set_workers(wrong)
 
 
-def test_a_request_with_lora_is_neither_looked_up_nor_stored():
+def test_a_request_is_looked_up_and_stored_no_further_than_its_limit():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
     manager, workers = _manager()
     manager.set_workers(workers)
     adapted, plain = ReqContext("adapted"), ReqContext("plain")
-    manager.exclude_request("adapted")
+    manager.limit_request("adapted")
     assert manager.lookup(_key(1), adapted) is LookupResult.MISS
     assert manager.prepare_store([_key(1)], adapted).keys_to_store == []
     assert manager.lookup(_key(1), plain) is LookupResult.RETRY
     assert manager.prepare_store([_key(1)], plain).keys_to_store == [_key(1)]
     manager.on_request_finished(adapted)
     assert manager.lookup(_key(2), adapted) is LookupResult.RETRY, "the name may come again"
+    seen = ReqContext("seen")  # with an image from its 20th token on
+    for number, end in ((3, 16), (4, 32)):
+        seen.set_offload_key_position(_key(number), end)
+    manager.limit_request("seen", 20)
+    assert manager.lookup(_key(3), seen) is LookupResult.RETRY
+    assert manager.lookup(_key(4), seen) is LookupResult.MISS
+    assert manager.prepare_store([_key(3), _key(4)], seen).keys_to_store == [_key(3)]
     manager.shutdown()
 
 

@@ -283,7 +283,7 @@ def _describing():
     connector = FskvConnector.__new__(FskvConnector)
     connector.connector_scheduler = Scheduler()
     connector._held_events, connector._pool = [], None
-    connector.budget = LoadBudget(manager, [])
+    connector.budget = LoadBudget(manager)
     return connector, manager, tracker._pending_event_metadata
 
 

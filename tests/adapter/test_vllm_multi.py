@@ -277,29 +277,6 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
 # --- start, end, reset ----------------------------------------------------------------------
 
 
-def test_each_child_gets_its_own_handshake_of_every_rank_and_vllms_own_gives_all_the_first():
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    from fskv.engines.vllm.manager import FskvHandshake
-
-    def handshake(root, rank):
-        return FskvHandshake(rank, 2, 1, root, b"d", 0o700, 0o600, {0: 4096})
-
-    sent = {}
-    for rank in (0, 1):
-        worker = connector(
-            Child(handshake=handshake("/a", rank)), Child(), Child(handshake=handshake("/b", rank))
-        )
-        sent[0, rank] = pickle.loads(pickle.dumps(worker.get_handshake_metadata()))
-        assert MultiConnector.get_handshake_metadata(worker) == handshake("/a", rank)
-    children = Child(), Child(), Child()
-    connector(*children).set_xfer_handshake_metadata_pp_aware(sent)
-    assert children[0].got == {(0, 0): handshake("/a", 0), (0, 1): handshake("/a", 1)}
-    assert children[1].got is None
-    assert children[2].got == {(0, 0): handshake("/b", 0), (0, 1): handshake("/b", 1)}
-    assert connector(Child()).get_handshake_metadata() is None
-
-
 @pytest.mark.parametrize("what", ["shutdown", "reset"])
 def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting(what):
     children = Child(), Child(), Child()
@@ -380,46 +357,6 @@ def test_a_link_to_the_root_of_another_child_is_noticed(tmp_path):
     for names in (("a", "link"), ("link/below", "a")):
         with pytest.raises(ConfigError, match="a root of its own"):
             check(*names)
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({}, None),
-        ({"layout": "DS"}, None),
-        ({"layout": "SD"}, "VLLM_SSM_CONV_STATE_LAYOUT=SD, expected DS"),
-        ({"context": 2}, "with context parallelism"),
-        ({"routed": True}, "with --enable-return-routed-experts"),
-    ],
-)
-def test_vllms_own_care_for_nixl_is_not_taken_for_granted(found, words, monkeypatch):
-    from vllm.model_executor.layers.mamba import mamba_utils
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    from fskv.engines.vllm_multi.connector import _check_pulls, _parse
-    from fskv.errors import ConfigError
-
-    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: found["layout"])
-    states = (
-        [SimpleNamespace(kv_cache_spec=MambaSpec.__new__(MambaSpec))] if "layout" in found else []
-    )
-
-    def check(kind):
-        config = _vllm_config(_child_config("a"), _child_config("n", kind, kv_role="kv_producer"))
-        config.parallel_config = SimpleNamespace(
-            decode_context_parallel_size=found.get("context", 1)
-        )
-        config.aux_output_config = SimpleNamespace(
-            enable_return_routed_experts=found.get("routed", False)
-        )
-        _check_pulls(config, SimpleNamespace(kv_cache_groups=states), _parse(config))
-
-    check("OffloadingConnector")
-    if words is None:
-        check("NixlConnector")
-        return
-    with pytest.raises(ConfigError, match=f"connector n: found NixlConnector .*{words}"):
-        check("NixlConnector")
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,12 @@ def worker_half(handshake):
     return made
 
 
-def scheduler_half():
+def scheduler_half(root=ROOT):
     from fskv.config import StoreConfig
     from fskv.engines.vllm.manager import FskvManager
 
     made = ours()
-    config = StoreConfig.from_mapping({"root": ROOT, "maintenance": "off"})
+    config = StoreConfig.from_mapping({"root": root, "maintenance": "off"})
     made._setup = SimpleNamespace(config=config, vllm_config=None)
     made.connector_scheduler = SimpleNamespace(manager=FskvManager(config, 2))
     return made
@@ -111,11 +111,11 @@ class Core:
         connector.set_xfer_handshake_metadata_pp_aware(told)
 
 
-def handshakes():
+def handshakes(root=ROOT):
     from fskv.engines.vllm.manager import FskvHandshake
 
     return [
-        FskvHandshake(rank, 2, 2, f"{ROOT}/cpu/m@0", b"d", 0o700, 0o600, {0: 4096})
+        FskvHandshake(rank, 2, 2, f"{root}/cpu/m@0", b"d", 0o700, 0o600, {0: 4096})
         for rank in (0, 1)
     ]
 
@@ -140,16 +140,15 @@ def test_each_child_hears_its_own_workers_whichever_is_first(monkeypatch, order)
     half._manager.shutdown()
 
 
-@pytest.mark.parametrize("order", [fskv_first, fskv_last])
-def test_negative_control_as_vllm_hands_them_over_one_of_the_two_does_not_start(monkeypatch, order):
-    from fskv.engines.vllm import connector
-    from fskv.errors import ConfigError
+def test_negative_control_a_handshake_of_ours_would_be_handed_to_the_other_one(monkeypatch):
+    from fskv.engines.vllm.connector import FskvConnector
 
-    monkeypatch.setattr(connector, "gives_way", lambda own: False)
-    monkeypatch.setattr(connector, "handshakes_of_workers", list)
-    core = Core(monkeypatch, order, handshakes())
-    with pytest.raises((ConfigError, ValueError), match=r"no worker reported|its own payload"):
-        core.start(multi(*order(scheduler_half())))
+    monkeypatch.setattr(FskvConnector, "get_handshake_metadata", lambda own: own.handshake)
+    core = Core(monkeypatch, fskv_first, handshakes())
+    half = scheduler_half()
+    with pytest.raises(ValueError, match="its own payload"):
+        core.start(multi(*fskv_first(half)))
+    half._manager.shutdown()
 
 
 def test_workers_that_disagree_are_refused_beside_another_connector_too(monkeypatch):
@@ -169,9 +168,20 @@ def test_where_the_workers_cannot_be_asked_the_engine_does_not_start():
         scheduler_half().set_xfer_handshake_metadata_pp_aware({(0, 0): "theirs"})
 
 
-def test_beside_a_child_without_a_handshake_ours_is_handed_over_as_ever(monkeypatch):
+def test_each_of_two_connectors_takes_the_workers_of_its_own_root(monkeypatch):
+    """In FskvMultiConnector; its workers have a connector for each root."""
+    roots = [handshakes(), handshakes("/other")]
+    halves = [scheduler_half(), scheduler_half("/other")]
+    make = lambda own: (own, worker_half(roots[1][own.handshake.rank]))
+    core = Core(monkeypatch, make, roots[0])
+    core.start(multi(*halves))
+    for half, expected in zip(halves, roots, strict=True):
+        assert half._manager.workers == expected
+        half._manager.shutdown()
+
+
+def test_beside_a_child_without_a_handshake_it_is_the_same(monkeypatch):
     core = Core(monkeypatch, lambda own: (Pulls(), own), handshakes())
-    del core.model_executor
     half = scheduler_half()
     ignores = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=lambda metadata: None)
     core.start(multi(ignores, half))

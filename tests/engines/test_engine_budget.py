@@ -94,7 +94,7 @@ def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_pa
         talk.say({**prompt, "label": f"slow{number}"}, {"reset_prefix_cache": True})
     talk.say({"metrics": True})
     over = talk.pause()
-    for number in range(17):  # of sixteen declined hits one is loaded
+    for number in range(17):  # after 15 that are declined one is loaded
         talk.say({**prompt, "label": f"again{number}"}, {"reset_prefix_cache": True})
     talk.say({"metrics": True})
     request = lab.request(
@@ -119,4 +119,4 @@ def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_pa
     assert lab.counter(fast, "cut_loads") <= (loaded[0] == 0)
     assert lab.counter(slow, "declined_tokens") > 0
     assert done["again16"]["num_cached_tokens"] == 384
-    assert lab.counter(again, "load_rate") > 10 * lab.counter(slow, "load_rate")
+    assert lab.counter(again, "declined_tokens") > lab.counter(slow, "declined_tokens")

@@ -38,7 +38,6 @@ def identity(model: str) -> Identity:
         hash_algorithm="sha256",
         hash_seed="none",
         topology={"tp": 1},
-        lora="off",
     )
 
 

@@ -140,7 +140,6 @@ def make_identity(**changes):
         "hash_algorithm": "sha256",
         "hash_seed": "0",
         "topology": {"tp": 1},
-        "lora": "off",
     }
     return Identity(**{**fields, **changes})
 

@@ -221,7 +221,7 @@ _REFUSED = [
     *((name, ...) for name in (*sorted(_REQUIRED), *(f"groups.1.{name}" for name in _OF_A_GROUP))),
     *((name, None) for name in (*sorted(_OPTIONAL), "engine", "tokens_per_hash", "groups")),
     *((name, "") for name in ("tenant", "model_runner", "engine", "groups.0.kind")),
-    *(("extra", {}), ("integrity", "xxh3-64"), ("lora", "on"), ("format", 2), ("format", 1.0)),
+    *(("extra", {}), ("integrity", "xxh3-64"), ("format", 2), ("format", 1.0)),
     *(("tokens_per_hash", value) for value in (True, 16.0, -1, "16", 2**256)),
     *(("new", 1), ("groups.0.new", 1), ("groups.1.group_idx", 0), ("topology.tp", -1)),
     *(("model_config.x", 2**256), ("model_config.x", -(2**256)), ("model_config.x", deep(32))),

@@ -57,7 +57,6 @@ HOMES = {
     "msgspec": ("fskv.engines.sglang.server",),
     "kvikio": ("fskv.gds_io", "fskv.transports."),
     # what images are, as vLLM's own names of them are made
-    "blake3": ("fskv.engines.",),
     # what vLLM's models were built with, and where their parts lie
     "transformers": ("fskv.engines.",),
     "huggingface_hub": ("fskv.identity.checkpoint_place",),
@@ -106,7 +105,6 @@ LAZY = {
     "torch": ("fskv.gds_io", "fskv.transports.", "fskv.offload.", "tools."),
     "huggingface_hub": ("fskv.",),
     "kvikio": ("fskv.",),
-    "blake3": ("fskv.",),
     "triton": ("fskv.",),
     "matplotlib": ("tools.",),
     "jinja2": ("tools.",),

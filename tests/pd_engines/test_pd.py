@@ -25,10 +25,9 @@ lab.needs_vllm()
 
 PROGRAM = str(pathlib.Path(__file__).parent / "engine.py")
 LLAMA = lab.MODELS["llama"]
-THEIRS, OURS = "MultiConnector", "FskvMultiConnector"
 
 
-def transfer(multi: str, role: str, root: str, model: lab.Model, lease_s: int) -> dict:
+def transfer(role: str, root: str, model: lab.Model, lease_s: int) -> dict:
     nixl = {
         "kv_connector": "NixlConnector",
         "kv_role": role,
@@ -39,7 +38,7 @@ def transfer(multi: str, role: str, root: str, model: lab.Model, lease_s: int) -
     stores = {} if role == "kv_producer" else {"store": False}
     beside = lab.connector(root, **lab.options_for(model.name), **stores)
     return {
-        "kv_connector": multi,
+        "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [nixl, beside]},
     }
@@ -66,8 +65,8 @@ def environment(model: lab.Model) -> dict[str, str]:
 class Nodes:
     """What two engines need to find each other: a root, and files that say how far they are."""
 
-    def __init__(self, directory: pathlib.Path, model: lab.Model = LLAMA, multi: str = THEIRS):
-        self.directory, self.model, self.multi = directory, model, multi
+    def __init__(self, directory: pathlib.Path, model: lab.Model = LLAMA):
+        self.directory, self.model = directory, model
         self.root = self.at("root")
         os.mkdir(self.root)
         self.main = model.main_prompt()
@@ -82,7 +81,7 @@ class Nodes:
         described = lab.request(
             self.model,
             steps,
-            transfer=transfer(self.multi, role, self.root, self.model, lease_s),
+            transfer=transfer(role, self.root, self.model, lease_s),
             engine=engine,
             env=environment(self.model),
         )
@@ -125,14 +124,9 @@ def pulled(step: dict) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "multi"),
-    [("llama", THEIRS), ("llama", OURS), ("gpt_oss", THEIRS), ("qwen3_next", OURS)],
-)
-def test_what_one_node_prefills_the_other_pulls_or_loads_with_one_engines_tokens(
-    name, multi, tmp_path
-):
-    nodes = Nodes(tmp_path, lab.MODELS[name], multi)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
+def test_what_one_node_prefills_the_other_pulls_or_loads_with_one_engines_tokens(name, tmp_path):
+    nodes = Nodes(tmp_path, lab.MODELS[name])
     prefill = nodes.start(
         "kv_producer", [*nodes.prefill(), {"serve_until": nodes.at("done")}, {"metrics": True}]
     )
@@ -200,14 +194,11 @@ def test_a_pull_that_comes_too_late_is_not_checked_by_vllm_and_stays_out_of_the_
     assert done["loaded"]["tokens"] == nodes.reference()
 
 
-@pytest.mark.parametrize("multi", [THEIRS, OURS])
 @pytest.mark.parametrize("there", ["stored", "nowhere"])
 @pytest.mark.parametrize("met", ["strangers", "connected"])
-def test_a_prefill_node_that_dies_before_the_pull_costs_a_load_or_a_recompute(
-    met, there, multi, tmp_path
-):
+def test_a_prefill_node_that_dies_before_the_pull_costs_a_load_or_a_recompute(met, there, tmp_path):
     """Where the two have met before, a transfer fails; otherwise the first handshake does."""
-    nodes = Nodes(tmp_path, multi=multi)
+    nodes = Nodes(tmp_path)
     other = LLAMA.tokens("another", 400)
     before = nodes.prefill(other, "other") if met == "connected" else []
     prefill = nodes.start(

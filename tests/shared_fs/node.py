@@ -52,7 +52,6 @@ _IDENTITY = Identity(
     hash_algorithm="sha256",
     hash_seed="0",
     topology={"tp": 1},
-    lora="off",
 )
 
 

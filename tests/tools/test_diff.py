@@ -34,7 +34,6 @@ CHANGES = {
     "hash_algorithm": ("sha256_cbor", "--prefix-caching-hash-algo"),
     "hash_seed": ("PYTHONHASHSEED=7", "PYTHONHASHSEED"),
     "topology": ({"tp": 2}, "canonical_layout"),
-    "lora": ("by-name", "option `lora`"),
     "canonical_format": ("LBHNC/8", "canonical_layout"),
     "tenant": ("acme", "option `tenant`"),
     "model_runner": ("v2", "model runner"),

@@ -203,7 +203,6 @@ def test_a_long_forward_is_not_the_disks(make_scripted, monkeypatch, protected, 
         assert late == 0
         assert bench.statuses(loads=False) == {Status.OK: 8 + 16}
         assert not results[1].failed
-        assert results[1].busy_s < 1, "of the disk alone"
         assert bench.breaker.num_openings == opened
     elif step_s > 2.5:
         assert late > 0

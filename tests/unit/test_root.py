@@ -30,7 +30,7 @@ TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attent
 
 def identity(**changes):
     fields = dict.fromkeys([*TEXTS.split(), "hash_algorithm", "hash_seed", "weights"], "x")
-    fields.update(arch="sm_90", model_name="meta-llama/Llama-3-8B", topology={"tp": 1}, lora="off")
+    fields.update(arch="sm_90", model_name="meta-llama/Llama-3-8B", topology={"tp": 1})
     fields.update(tokens_per_hash=16, blocks_per_chunk=16, model_config={"rope_theta": 500000.0})
     fields["groups"] = (GroupIdentity(0, "full", None, 16, (65536,), ("layers.0",)),)
     return Identity(**{**fields, **changes})
@@ -343,10 +343,18 @@ def change_manifest(path, **changes):
 
 
 def test_another_identity_in_the_directory_is_refused_by_name_and_kept(path):
-    manifest, content = change_manifest(path, model_config={"rope_theta": 10000.0}, lora="by-name")
+    manifest, content = change_manifest(
+        path, model_config={"rope_theta": 10000.0}, model_dtype="float64"
+    )
     with pytest.raises(IdentityMismatch) as error:
         opened(path).open_namespace(identity())
-    for part in (manifest, "model_config.rope_theta", "500000.0 in this engine", "10000.0", "lora"):
+    for part in (
+        manifest,
+        "model_config.rope_theta",
+        "500000.0 in this engine",
+        "10000.0",
+        "model_dtype",
+    ):
         assert part in str(error.value)
     assert open_text(manifest) == content
 
@@ -439,13 +447,13 @@ def test_the_loser_of_a_race_reads_what_the_winner_wrote(path, monkeypatch):
 
     def slow_link(tmp, target, **options):
         if target == "namespace.json":
-            other = {**identity().to_manifest(), "lora": "by-name"}
+            other = {**identity().to_manifest(), "model_dtype": "float64"}
             with open(f"{ns_path}/{target}", "x") as file:
                 json.dump(other, file)
         link(tmp, target, **options)
 
     monkeypatch.setattr(os, "link", slow_link)
-    with pytest.raises(IdentityMismatch, match="lora"):
+    with pytest.raises(IdentityMismatch, match="model_dtype"):
         opened(path).open_namespace(identity())
     assert os.listdir(f"{ns_path}/tmp") == []
 
@@ -478,7 +486,7 @@ def test_the_start_says_why_prompts_will_miss(path):
     assert said() == "new namespace, nothing is stored in it yet; no other of this model here"
     root.open_namespace(identity(model_name="another", weights="named:other"))
     assert said().endswith(", the nearest of another differs in: model_name, weights")
-    root.open_namespace(identity(weights="named:other", tenant="t", lora="by-name"))
+    root.open_namespace(identity(weights="named:other", tenant="t", model_dtype="float64"))
     root.open_namespace(identity(hash_seed="PYTHONHASHSEED=7"))
     nearest = "2 others of this model here, the nearest differs in: hash_seed"
     assert said() == f"new namespace, nothing is stored in it yet; {nearest}"

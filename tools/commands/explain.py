@@ -163,10 +163,10 @@ def _warn(one: Identity, adapter: tuple[str, str] | None) -> None:
             f"the keys are computed as vLLM {VLLM_TESTED} does; this engine is "
             f"{one.engine_version}, and nobody has compared them"
         )
-    if adapter is not None and one.lora == "off":
+    if adapter is not None:
         say(
-            "this engine neither loads nor stores the KV of requests with an adapter (option lora is off): "
-            "they always miss"
+            "requests with an adapter always miss in an engine without \"lora\" in its option 'trust', which "
+            "a namespace does not tell"
         )
 
 

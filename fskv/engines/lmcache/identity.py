@@ -270,7 +270,6 @@ def build_identity(model: Model, kind: ObjectKind, version: str) -> Identity:
             "server": model.entry["server"][0],
             "servers": model.entry["server"][1],
         },
-        lora="off",
         extra={
             "computed_by": model.entry["engine"],
             **({"settings": told} if told else {}),

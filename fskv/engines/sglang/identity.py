@@ -137,7 +137,6 @@ def build_identity(
             # Stages have other layers, so each has a namespace of its own.
             **({"pp_rank": ranks.pp_rank} if ranks.pp_size > 1 else {}),
         },
-        lora=config.lora_policy,
         extra={name: value for name, value in told.items() if value},
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -39,7 +40,7 @@ from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.budget import LoadBudget, Reports
 from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
-from fskv.engines.vllm.media import Media
+from fskv.engines.vllm.media import named_tokens, takes_media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
     begin_block_lists_anew,
@@ -48,7 +49,6 @@ from fskv.engines.vllm.quirks import (
     enclosing_connector,
     event_payloads,
     forget_past_blocks,
-    gives_way,
     handshakes_of_workers,
     heed_caps,
     job_of_load,
@@ -62,9 +62,9 @@ from fskv.engines.vllm.quirks import (
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
 from fskv.engines.vllm.worker import RestingWorker
-from fskv.errors import ConfigError, FskvError, RestError
+from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
-from fskv.kv_transfer.multi import check_stored
+from fskv.kv_transfer.multi import check_children
 from fskv.kv_transfer.options import store_config
 from fskv.offload.lookup import patience
 from fskv.offload.mover import News
@@ -125,7 +125,8 @@ class FskvConnector(OffloadingConnector):
         outer = enclosing_connector(FskvConnector)
         try:
             if outer is not None:
-                check_stored(outer.kv_connector_extra_config.get("connectors") or ())
+                children = outer.kv_connector_extra_config.get("connectors") or ()
+                check_children(outer.kv_connector, children)
             setup = prepare(vllm_config, kv_cache_config, announce=role is KVConnectorRole.WORKER)
         except RestError as error:
             self._init_at_rest(vllm_config, role, kv_cache_config, str(error))
@@ -184,15 +185,19 @@ class FskvConnector(OffloadingConnector):
             begin_block_lists_anew()
             heed_caps()
             load_last_chunks(self.scheduler)
+            if takes_media(setup.vllm_config) and "media" not in setup.config.trust:
+                logger.info(
+                    "fskv: of requests with images, sound or video only the text before the first of them is "
+                    "stored and loaded (option 'trust' with \"media\" believes their names)"
+                )
             self._so_far = SoFar()
             self._admission = Admission()
-            self._media = Media(setup.vllm_config, checked="media" not in setup.config.trust)
-            groups = [group.spec for group in setup.groups]
-            self.budget = LoadBudget(self._manager, groups)
+            self.budget = LoadBudget(self._manager)
             self._manager.allowed_s = self.budget.allowed_s
-            per_chunk = [g.tokens_per_block * setup.geometry.blocks_per_chunk for g in groups]
+            bpc = setup.geometry.blocks_per_chunk
             self._manager.chunks.presence.recompute_s = patience(
-                per_chunk, lambda: self.budget.prefill.per_s
+                [group.spec.tokens_per_block * bpc for group in setup.groups],
+                lambda: self.budget.prefill_per_s,
             )
 
     @property
@@ -234,8 +239,8 @@ class FskvConnector(OffloadingConnector):
         worker = None if self.connector_worker is None else self._spec.worker
         return None if worker is None else worker.handshake
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if gives_way(self) else self.handshake
+    def get_handshake_metadata(self) -> None:
+        """Return nothing: in vLLM's MultiConnector every child hears the first child's. See the scheduler."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
@@ -286,16 +291,16 @@ class FskvConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        """Ask the workers, now that all have their KV: what vLLM hands over may be another connector's."""
         if self._manager.chunks.stopped:
             return  # the scheduler does not know its KV, whatever its workers know
-        workers = [m for m in metadata.values() if isinstance(m, FskvHandshake)]
         try:
-            if not workers or len(workers) < len(metadata):
-                workers = handshakes_of_workers()
+            workers = handshakes_of_workers()
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.turn_off(rests[0], unknown=True)
                 return
-            _check_own(workers, self._setup.config.root)
+            root = self._setup.config.root
+            workers = [worker for worker in workers if _is_inside(worker.namespace_path, root)]
             self._manager.set_workers(workers)
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))
@@ -306,26 +311,29 @@ class FskvConnector(OffloadingConnector):
             raise
 
     def on_new_request(self, request: Request) -> None:
+        trust = self._setup.config.trust
+        most = named_tokens(request.mm_features, self._setup.vllm_config, trusted="media" in trust)
         if (
             # The block hash covers an adapter's name, not its weights (vllm#30931).
-            (request.lora_request is not None and "lora" not in self._setup.config.trust)
+            (request.lora_request is not None and "lora" not in trust)
             # vLLM's key of embeddings has neither their dtype nor which of them stand for tokens.
             or request.prompt_embeds is not None
             # vLLM asks nothing about a session's later turns.
             or getattr(request, "resumable", False)
-            or self._media.leave_out(request.mm_features)
         ):
-            self._manager.exclude_request(request.request_id)
+            most = 0
+        if most < math.inf:
+            self._manager.limit_request(request.request_id, int(most))
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Look the request up; a hit that recomputes faster than it loads is not taken (`load_budget`)."""
+        """Look the request up; after a load that was given up the next hits are not taken (`load_budget`)."""
         if self._admission.steps_aside(request):
             return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        taken = self.budget.take(request.request_id, num_computed_tokens, found or 0)
+        taken = self.budget.take(request.request_id, found or 0)
         if taken or not found:
             return found, is_async
         # vLLM's scheduler remembers its last answer.
@@ -342,7 +350,7 @@ class FskvConnector(OffloadingConnector):
         if not num_external_tokens:
             tell_allocated(self.scheduler, blocks)
         job_id = job_of_load(self.scheduler, req_id) if num_external_tokens else None
-        self.budget.admitted(req_id, num_external_tokens, num_computed, job_id)
+        self.budget.admitted(req_id, num_external_tokens, job_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.budget.on_step(scheduler_output)
@@ -428,12 +436,7 @@ def _fields(of_vllm: Any) -> dict[str, Any]:
     return {each.name: getattr(of_vllm, each.name) for each in fields(of_vllm)}
 
 
-def _check_own(workers: Iterable[FskvHandshake], root: str) -> None:
-    """Refuse another connector's handshake: vLLM's MultiConnector gives all children that of the first."""
-    for worker in workers:
-        path = os.path.normpath(worker.namespace_path)
-        if os.path.commonpath([path, os.path.normpath(root)]) != os.path.normpath(root):
-            raise ConfigError(
-                f"option 'root': found {root}, but the workers reported {worker.namespace_path}; two "
-                "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
-            )
+def _is_inside(path: str, root: str) -> bool:
+    """Whether a namespace is one of this root: an engine may have several, none of them inside another."""
+    root = os.path.normpath(root)
+    return os.path.commonpath([os.path.normpath(path), root]) == root

@@ -38,7 +38,7 @@ _Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
 
 
 class KvEvents:
-    """See the module docstring."""
+    """What an engine has announced and not taken back, and the news for its router. Scheduler's thread."""
 
     def __init__(self, max_announced: int = MAX_ANNOUNCED) -> None:
         self._max_announced = max_announced

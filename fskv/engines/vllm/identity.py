@@ -217,7 +217,6 @@ def build_identity(
             "dcp": parallel.decode_context_parallel_size,
             "cp_interleave": int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
         },
-        lora=config.lora_policy,
         canonical_format=canonical_format,
         tenant=config.tenant,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -92,7 +91,7 @@ class _Prefix:
 
 
 @dataclass
-class FskvHandshake(KVConnectorHandshakeMetadata):
+class FskvHandshake:
     """What a worker tells the scheduler at start-up; pickled."""
 
     rank: int
@@ -138,7 +137,7 @@ def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
 
 
 class FskvManager(OffloadingManager):
-    """See the module docstring."""
+    """vLLM's offloading manager over a Lookup: what is there, what may be stored, and for which requests."""
 
     def __init__(
         self,
@@ -169,7 +168,7 @@ class FskvManager(OffloadingManager):
         self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
         self._touches: list[ChunkKeys] = []
         self._states = StateLog(root=config.root)
-        self._excluded_requests: set[str] = set()
+        self._most_tokens: dict[str, int] = {}  # by request, where not all of it may be moved
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._watch = Watch(config, self.chunks, engine_rank)
@@ -181,7 +180,7 @@ class FskvManager(OffloadingManager):
         """Take the workers' handshake; raises ConfigError when they do not agree with each other."""
         if not workers:
             raise ConfigError(
-                "no worker reported a namespace: this vLLM does not hand over the handshake"
+                "no worker reported a namespace of this root: fskv cannot ask the workers of this engine"
             )
         first = workers[0]
         for worker in workers:
@@ -250,9 +249,9 @@ class FskvManager(OffloadingManager):
             )
             self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
 
-    def exclude_request(self, req_id: str) -> None:
-        """Neither load nor store this request's KV: an adapter under "off", media that cannot be told."""
-        self._excluded_requests.add(req_id)
+    def limit_request(self, req_id: str, num_tokens: int = 0) -> None:
+        """Load and store no more than a request's first `num_tokens`: the keys behind them may be false."""
+        self._most_tokens[req_id] = num_tokens
 
     def on_news(self, news: News) -> None:
         """Take what the workers have told."""
@@ -265,14 +264,14 @@ class FskvManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._excluded_requests.discard(req_context.req_id)
+        self._most_tokens.pop(req_context.req_id, None)
         self._told.pop(req_context.req_id, None)
         self._prefixes.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
-        if not allowed or not self._loads or not self._serves(req_context.req_id):
+        if not allowed or not self._loads or not self._serves(key, req_context):
             return LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
@@ -304,9 +303,8 @@ class FskvManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
-        if self._serves(req_context.req_id):
-            self._begin_due_use(keys, req_context)  # before anything of it is on its way
-            chunks = {to_chunk(key): key for key in keys}
+        if chunks := {to_chunk(key): key for key in keys if self._serves(key, req_context)}:
+            self._begin_due_use(chunks.values(), req_context)  # before anything of it is on its way
             to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
@@ -321,9 +319,10 @@ class FskvManager(OffloadingManager):
 
         `groups`: see _Prefix. Only the first call for a request counts.
         """
-        if self._serves(req_id) and req_id not in self._prefixes:
+        most = self._most_tokens.get(req_id, num_tokens)
+        if self._is_on and most and req_id not in self._prefixes:
             prefix = self._prefixes[req_id] = _Prefix(groups)
-            self._begin_use(prefix, num_tokens)
+            self._begin_use(prefix, min(num_tokens, most))
 
     def _begin_use(self, prefix: _Prefix, num_tokens: int) -> None:
         size, keys = prefix.groups[0]
@@ -406,14 +405,12 @@ class FskvManager(OffloadingManager):
         self._watch.close()
         self.chunks.close()
 
-    def _serves(self, req_id: str) -> bool:
-        serves = self.chunks.attached and not self.chunks.stopped
-        return serves and req_id not in self._excluded_requests
-
     @property
-    def rank_sizes(self) -> dict[int, int]:
-        """What a rank reads for a chunk, by group index; empty before the handshake."""
-        if not self.workers:
-            return {}
-        first = self.workers[0]
-        return {idx: n * len(first.file_ranks) for idx, n in first.file_nbytes.items()}
+    def _is_on(self) -> bool:
+        return self.chunks.attached and not self.chunks.stopped
+
+    def _serves(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether a chunk may be loaded and stored for a request: all of it, or up to its limit."""
+        most = self._most_tokens.get(req_context.req_id, math.inf)
+        end = None if most == math.inf else req_context.get_offload_key_position(key)
+        return self._is_on and (most == math.inf or (end is not None and end <= most))

@@ -2,8 +2,8 @@
 
 VLLM offers a connector rows, one for each block, and finds them by rules of its own. For some layouts those
 rows hold a part of a block, or other bytes (0.32 and 0.33: VLLM_KV_CACHE_LAYOUT=LHBNC, and states alone in a
-layout that begins with B). So every row is held against the addresses of the layers here, and where vLLM's
-rows fail, others are made of the layers' pieces.
+layout that begins with B). So every row is held against the addresses of the layers here, and an engine whose
+rows fail is refused.
 
 Arithmetic on shapes, strides and addresses; no byte of KV is read. Called once, at start-up.
 """
@@ -17,11 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from fskv.errors import ConfigError, RestError
 
@@ -42,7 +38,6 @@ _MAX_PIECES = 4096  # of one layer's block: more than tokens or heads of any
 class Places:
     """The bytes that a layer has of each block: `pieces` are block 0, block b is `b * stride` further on."""
 
-    tensor: torch.Tensor  # one that is bound to the layer
     pieces: tuple[tuple[int, int], ...]
     stride: int
 
@@ -66,7 +61,7 @@ class Places:
             raise ValueError("its tensors overlap")
         if (found := sum(n for _, n in runs)) != nbytes:
             raise ValueError(f"{found} bytes of a block are bound to it, expected {nbytes}")
-        return cls(bound[0], tuple(_joined(runs)), strides.pop())
+        return cls(tuple(_joined(runs)), strides.pop())
 
 
 def block_axis(tensor: torch.Tensor, num_blocks: int) -> int:
@@ -162,39 +157,19 @@ def _across_blocks(
     return None
 
 
-def whole_rows(
-    vllm_config: VllmConfig,
-    groups: Sequence[EngineGroup],
-    places: Mapping[str, Places],
-    kv_caches: CanonicalKVCaches,
-) -> CanonicalKVCaches:
-    """Return rows that hold each block whole: vLLM's, or pieces where those do not.
-
-    Raises ConfigError where blocks lie over each other (0.32: attention and states with LHBNC).
-    """
-    num_blocks = blocks_in(kv_caches)
-    if lost(groups, places, rows_of(kv_caches), num_blocks) is None:
-        return kv_caches
-    own = _rows_of_pieces(groups, places, num_blocks)
-    check_rows(vllm_config, groups, places, rows_of(own), num_blocks, of="this model")
-    return own
-
-
 def check_rows(
     vllm_config: VllmConfig,
     groups: Iterable[EngineGroup],
     places: Mapping[str, Places],
     rows: Sequence[Sequence[Row]],
     num_blocks: int,
-    *,
-    of: str,
 ) -> None:
-    """Raise ConfigError unless rows hold each block whole, and no other; `of` says what takes them so."""
+    """Raise ConfigError unless rows hold each block whole, and no other."""
     reason = lost(groups, places, rows, num_blocks)
     if reason is not None:
         raise ConfigError(
             f"VLLM_KV_CACHE_LAYOUT: found {vllm_config.cache_config.kv_cache_layout}, expected LBHNC or "
-            f"LBNHC with {of}: {reason}"
+            f"LBNHC: {reason}"
         )
 
 
@@ -208,33 +183,6 @@ def rows_of(kv_caches: CanonicalKVCaches) -> list[list[Row]]:
         [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
         for refs in kv_caches.group_data_refs
     ]
-
-
-def _rows_of_pieces(
-    groups: Iterable[EngineGroup], places: Mapping[str, Places], num_blocks: int
-) -> CanonicalKVCaches:
-    """Return rows made of the layers' pieces, one after the other in each layer, in the order of layers."""
-    tensors: list[CanonicalKVCacheTensor] = []
-    known: dict[tuple[int, int, int], int] = {}  # groups lie over each other
-    refs = []
-    for group in groups:
-        of_group = []
-        for place in (places[name] for name in group.layer_names if name in places):
-            for start, nbytes in place.pieces:
-                piece = (start, nbytes, place.stride)
-                if known.setdefault(piece, len(tensors)) == len(tensors):
-                    row = _row_tensor(place, start, nbytes, num_blocks)
-                    tensors.append(CanonicalKVCacheTensor(row, nbytes))
-                of_group.append(CanonicalKVCacheRef(known[piece], nbytes))
-        refs.append(of_group)
-    return CanonicalKVCaches(tensors, refs)
-
-
-def _row_tensor(place: Places, start: int, nbytes: int, num_blocks: int) -> torch.Tensor:
-    storage = place.tensor.untyped_storage()
-    flat = torch.tensor([], dtype=torch.int8, device=place.tensor.device)
-    offset = start - storage.data_ptr()
-    return flat.set_(storage, offset, (num_blocks, nbytes), (place.stride, 1))
 
 
 def _runs(start: int, shape: Sequence[int], strides: Sequence[int], item: int) -> _Runs:

@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -94,20 +93,6 @@ def enclosing_connector(own: type[KVConnectorBase_V1]) -> KVTransferConfig | Non
     """Return the configuration of the connector that is building one of class `own`, if there is one."""
     outer = _caller(lambda one: isinstance(one, KVConnectorBase_V1) and not isinstance(one, own))
     return None if outer is None else outer._vllm_config.kv_transfer_config  # noqa: SLF001
-
-
-def gives_way(own: KVConnectorBase_V1) -> bool:
-    """Whether vLLM's MultiConnector, which is asking `own` for its handshake, has one of another child's.
-
-    It has every child hear the first child's. FskvConnector can ask its workers itself.
-    """
-    outer = _caller(lambda one: own in getattr(one, "_connectors", ()))
-    if outer is None:
-        return False
-    if type(outer).get_handshake_metadata is not MultiConnector.get_handshake_metadata:
-        return False  # hands each child its own
-    others = (each for each in outer._connectors if type(each) is not type(own))  # noqa: SLF001
-    return any(each.get_handshake_metadata() is not None for each in others)
 
 
 def connectors() -> Iterator[OffloadingConnector]:

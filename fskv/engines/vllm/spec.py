@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 
 from fskv.config import MIB, StoreConfig
-from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.threads import FINGERPRINT_S, START_UP_S, call_with_deadline
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import (
     WorkerFiles,
@@ -28,7 +28,7 @@ from fskv.engines.vllm.loaded import Loaded, find_loaded
 from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
-from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of, whole_rows
+from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of
 from fskv.engines.vllm.worker import FskvWorker, RestingWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
@@ -47,7 +47,6 @@ _Worker = TypeVar("_Worker", bound=FskvWorker)
 _SETUP_KEY = (
     "fskv_setup"  # carries Setup through vLLM's spec factory; never in a user's configuration
 )
-FINGERPRINT_S = 300.0  # a few thousand small reads, perhaps on a slow mount
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,15 @@ def find(
     """
     num_blocks, bpc = blocks_in(kv_caches), engine.cache.blocks_per_chunk
     places = places_of(vllm_config, groups, num_blocks)
+    check_rows(vllm_config, groups, places, rows_of(kv_caches), num_blocks)
     canonical_format = None
-    if engine.canonical_layout or row is not None:
-        of = "option 'canonical_layout'" if row is None else "vLLM's CPU tier"
-        check_rows(vllm_config, groups, places, rows_of(kv_caches), num_blocks, of=of)
     if engine.canonical_layout:
         slices = count_slices(vllm_config, groups)
         canonical_format = canonical_format_of(engine, slices)
         files = canonical_files(groups, bpc, row or kv_caches, slices, in_full=row is not None)
     else:
         file_rank = engine.parallel.rank if engine.parallel.world_size > 1 else None
-        row = row or whole_rows(vllm_config, groups, places, kv_caches)
-        files = own_files(groups, bpc, row, file_rank)
+        files = own_files(groups, bpc, row or kv_caches, file_rank)
     in_page = page_layouts(vllm_config, groups, num_blocks, canonical=engine.canonical_layout)
     loaded = find_loaded(vllm_config)
     identity = call_with_deadline(

@@ -1,9 +1,9 @@
 """FskvMultiConnector: several roots, or a root beside another connector, in one engine.
 
 vLLM's MultiConnector carries the calls to the children; here is what it does not do: load from the child
-that is worth most, go on without one that does not answer, hand every child its own handshake, keep the
-children's metrics apart, and tell each child which blocks a load of another one is about to overwrite. Why
-this form and not one connector with several roots: docs/vllm.md, "Several roots".
+that is worth most, go on without one that does not answer, keep the children's metrics apart, and tell each
+child which blocks a load of another one is about to overwrite. Why this form and not one connector with
+several roots: docs/vllm.md, "Several roots".
 
 Scheduler and worker side run on the threads of vLLM that call them; no call waits.
 """
@@ -16,13 +16,11 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -38,7 +36,7 @@ from fskv.engines.vllm.metrics import to_stats
 from fskv.engines.vllm.quirks import forget_past_blocks, tell_allocated, without_new_loads
 from fskv.engines.vllm_multi.metrics import OWN, MultiPromMetrics, rebuild, stats_id
 from fskv.errors import ConfigError, FskvError
-from fskv.kv_transfer.multi import PULLS, MultiConfig, check_roots
+from fskv.kv_transfer.multi import MultiConfig, check_roots
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 
@@ -56,13 +54,6 @@ logger = logging.getLogger(__name__)
 _PATIENCE_ALONE = 10
 
 
-@dataclass
-class MultiHandshake(KVConnectorHandshakeMetadata):
-    """What each child of one worker tells its own scheduler's side; pickled."""
-
-    children: tuple[KVConnectorHandshakeMetadata | None, ...]
-
-
 class FskvMultiConnector(MultiConnector):
     """vLLM's MultiConnector, which loads from the child that is worth most and waits for no silent one."""
 
@@ -74,7 +65,6 @@ class FskvMultiConnector(MultiConnector):
         assert outer is not None
         try:
             self._config = _parse(vllm_config)
-            _check_pulls(vllm_config, kv_cache_config, self._config)
             check_roots(self._config.connectors, _real)
             # The scheduler reads the policy after it has built its connector; see FskvConnector.
             outer.kv_load_failure_policy = "recompute"
@@ -122,25 +112,6 @@ class FskvMultiConnector(MultiConnector):
                 raise ConfigError(f"option 'connectors[{idx}]': {words:.500}") from error
             config.kv_transfer_config = transfer
         return found
-
-    # --- start-up ---------------------------------------------------------------------------
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        found = tuple(child.get_handshake_metadata() for child in self._connectors)
-        return MultiHandshake(found) if any(each is not None for each in found) else None
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        for idx, child in enumerate(self._connectors):
-            of_child = {
-                rank: own
-                for rank, each in metadata.items()
-                if isinstance(each, MultiHandshake) and (own := each.children[idx]) is not None
-            }
-            # Ours refuses to start without one.
-            if of_child or isinstance(child, FskvConnector):
-                child.set_xfer_handshake_metadata_pp_aware(of_child)
 
     # --- where to load from -----------------------------------------------------------------
 
@@ -300,34 +271,6 @@ def _parse(vllm_config: VllmConfig) -> MultiConfig:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     return MultiConfig.from_mapping(transfer.kv_connector_extra_config)
-
-
-def _check_pulls(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MultiConfig
-) -> None:
-    """Refuse what vLLM refuses or puts right for NixlConnector, but not where it is a child of ours."""
-    pulls = [child for child in config.connectors if child.transfer["kv_connector"] in PULLS]
-    if not pulls:
-        return
-    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    parallel = vllm_config.parallel_config
-    sizes = [getattr(parallel, f"{of}_context_parallel_size", 1) for of in ("decode", "prefill")]
-    groups = kv_cache_config.kv_cache_groups
-    has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-    routed = vllm_config.aux_output_config.enable_return_routed_experts
-    layout = get_conv_state_layout() if has_states else "DS"
-    for is_wrong, what in (
-        (max(sizes) > 1, "context parallelism, expected it off"),
-        (routed, "--enable-return-routed-experts, expected it off"),
-        (layout != "DS", f"VLLM_SSM_CONV_STATE_LAYOUT={layout}, expected DS in the environment"),
-    ):
-        if is_wrong:
-            raise ConfigError(
-                f"connector {pulls[0].name}: found {pulls[0].transfer['kv_connector']} with {what}: vLLM "
-                "looks after that only in its own MultiConnector"
-            )
 
 
 def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:

@@ -290,7 +290,7 @@ class FskvTier(SecondaryTierManager):
             if (scheduler := quirks.resetting_scheduler()) is not None:
                 quirks.forget_past_blocks(scheduler)
             for req_id in self._requests:
-                self._manager.exclude_request(req_id)
+                self._manager.limit_request(req_id)
         if (events := self._manager.events) is not None:
             events.removed_all()
         self._manager.reset_cache()

@@ -24,10 +24,11 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fskv.config import StoreConfig
+from fskv.data_path.threads import FINGERPRINT_S
 from fskv.engines.vllm.identity import EngineGroup, engine_groups, reuses_kv
-from fskv.engines.vllm.media import make_keys_strict
+from fskv.engines.vllm.media import takes_media
 from fskv.engines.vllm.quirks import connectors, executor
-from fskv.engines.vllm.spec import FINGERPRINT_S, find
+from fskv.engines.vllm.spec import find
 from fskv.errors import ConfigError, FskvError, RestError
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
@@ -69,11 +70,10 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
             "this vLLM does not build its secondary tiers where FskvTier can reach the engine's workers, so "
             "it cannot be used with it"
         )
-    # The tier is not told which requests have media, so all of them must have keys that hold their content.
-    unfit = make_keys_strict(engine.vllm_config, checked="media" not in config.trust)
-    if unfit and engine.vllm_config.model_config.is_multimodal_model:
+    if takes_media(engine.vllm_config):
         raise ConfigError(
-            f"FskvTier with a model that takes media: {unfit} (FskvConnector leaves such requests out)"
+            "FskvTier with a model that takes media: vLLM does not tell a tier which requests have some "
+            "(FskvConnector leaves them out); expected --language-model-only"
         )
     answers = engine.collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config, mark)
