@@ -1,4 +1,4 @@
-"""The first part of the storm: writers are killed at random moments while others read and files are damaged.
+"""The storm: writers are killed at random moments while others read and files are damaged.
 
 The controller draws the moments from its seed: it kills a writer, starts another in its place, plants damage,
 and between that compares every chunk that a reader was served. In the end who is still alive must give back
@@ -223,7 +223,7 @@ class KillStorm:
                 again = []
                 for at in range(0, len(bad), _HEAL_AT_ONCE):
                     numbers = bad[at : at + _HEAL_AT_ONCE]
-                    loaded = station.ask("load", numbers)["statuses"]
+                    loaded = station.ask("load", numbers)
                     for place, status in enumerate(loaded):
                         if status == "ok":
                             self.judge.look(station.pages, numbers[place], place, "healed")
@@ -239,7 +239,7 @@ class KillStorm:
                 is_whole_file(os.path.join(self._chunks_dir, file_name(number)), number)
                 for number in range(NUM_CHUNKS)
             )
-            left = station.account(station.ask("close")["slots"])
+            left = station.account(station.ask("close"))
         finally:
             station.kill()
         return {"not_good_by_round": found, "whole_files": whole, "chunks": NUM_CHUNKS}, left

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import rig
 from fskv.config import StoreConfig
-from fskv.data_path import job, store
+from fskv.data_path import store
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.format import chunk_file
@@ -28,7 +28,6 @@ from fskv.format.chunk_file import ChunkHeader, FileLayout
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
 from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
-from fskv.transports import chunk_fd
 from fskv.types import ChunkId, FileId, Presence
 from trials.storm_content import (
     BLOCKS_PER_CHUNK,
@@ -37,7 +36,7 @@ from trials.storm_content import (
     key_hash,
 )
 
-SAFETIES = ("checks", "removal", "guard", "ending")
+SAFETIES = ("checks", "ending")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +208,6 @@ def break_safety(name: str) -> None:
             (chunk_file, "check_digests", nothing),
             (store.ChunkStore, "_compare", nothing),
         ],
-        "removal": [(chunk_fd, "unlink_quietly", nothing)],
-        "guard": [(job.Job, "abandon", nothing)],
         "ending": [],  # see Party.close
     }
     for owner, attribute, substitute in patches[name]:

@@ -13,10 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from multiprocessing.connection import Connection
-from typing import Any
 
 from benchmarks.rig import BenchmarkError
-from fskv.config import Deadline
 from fskv.data_path.job import FileOutcome, JobResult
 from fskv.types import Presence, Status
 from trials.storm_content import content, poison
@@ -184,75 +182,37 @@ class Station:
             self._connection.send(getattr(self, f"_{what}")(*arguments))
         raise BenchmarkError("the process has reached its own deadline")
 
-    def _store(self, numbers: list[int]) -> dict[str, Any]:
+    def _store(self, numbers: list[int]) -> list[str]:
         """Store chunk i of the list from place i; the statuses come in the list's order."""
         for place, number in enumerate(numbers):
             self._party.pages.write(place, content(number))
         return self._job(numbers, is_load=False)
 
-    def _load(self, numbers: list[int], first_place: int = 0) -> dict[str, Any]:
-        """Load chunk i of the list into place first_place + i, which holds poison before."""
-        for place, number in enumerate(numbers, first_place):
+    def _load(self, numbers: list[int]) -> list[str]:
+        """Load chunk i of the list into place i, which holds poison before."""
+        for place, number in enumerate(numbers):
             self._party.pages.write(place, poison(number))
-        return self._job(numbers, first_place, is_load=True)
+        return self._job(numbers, is_load=True)
 
-    def _lookup(self, numbers: list[int]) -> list[str]:
-        """Ask for chunks that nothing is known of until there is an answer to each."""
-        self._party.index.forget_all()
-        answers: dict[int, str] = {}
-        end = time.monotonic() + _SETTLE_S
-        while len(answers) < len(numbers):
-            for number in numbers:
-                if number not in answers:
-                    presence, reason = self._party.index.lookup(self._party.chunk(number))
-                    if presence is not Presence.UNKNOWN:
-                        answers[number] = "hit" if presence is Presence.HIT else reason.value
-            self._party.index.flush()
-            if time.monotonic() > end:
-                raise BenchmarkError(f"{len(numbers) - len(answers)} lookups stay unknown")
-            time.sleep(_STEP_S)
-        return [answers[number] for number in numbers]
+    def _close(self) -> int:
+        self._party.settle(_SETTLE_S)
+        return self._party.close()
 
-    def _patience(self, seconds: float) -> None:
-        """Set the deadline of loads and stores, and how long a lookup may be unknown, from now on."""
-        runner: Any = self._party.runner
-        index: Any = self._party.index
-        runner._deadline = Deadline(seconds, 0.0, seconds)  # noqa: SLF001
-        index._timeout_s = seconds  # noqa: SLF001
-
-    def _settle(self) -> dict[str, Any]:
-        settled = self._party.settle(_SETTLE_S)
-        return {**self._party.state(), "settled": settled}
-
-    def _state(self) -> dict[str, Any]:
-        self._party.runner.poll()  # as an engine does all the time
-        return self._party.state()
-
-    def _close(self) -> dict[str, Any]:
-        state = self._settle()
-        return {**state, "slots": self._party.close()}
-
-    def _job(self, numbers: list[int], first_place: int = 0, *, is_load: bool) -> dict[str, Any]:
+    def _job(self, numbers: list[int], *, is_load: bool) -> list[str]:
         runner = self._party.runner
         self._num_jobs += 1
         submit = runner.submit_load if is_load else runner.submit_store
-        start = time.monotonic()
-        places = range(first_place, first_place + len(numbers))
-        submit(self._num_jobs, self._party.requests(numbers, places), None)
-        reported, outcomes, seconds = None, list[FileOutcome](), 0.0
-        while reported is None or len(outcomes) < len(numbers):
-            for result in runner.poll():
-                reported, seconds = result, time.monotonic() - start
+        end = time.monotonic() + _SETTLE_S
+        submit(self._num_jobs, self._party.requests(numbers, range(len(numbers))), None)
+        outcomes = list[FileOutcome]()
+        while len(outcomes) < len(numbers):
+            runner.poll()
             outcomes += [o for o in runner.take_outcomes() if o.is_load == is_load]
-            if time.monotonic() > start + _SETTLE_S:
-                raise BenchmarkError(f"job {self._num_jobs}: reported {reported}, {outcomes}")
+            if time.monotonic() > end:
+                raise BenchmarkError(f"job {self._num_jobs}: only {outcomes}")
             time.sleep(_STEP_S)
         statuses = {outcome.file.chunk.key_hash: outcome.status.value for outcome in outcomes}
-        return {
-            "failed": reported.failed,
-            "seconds": round(seconds, 3),
-            "statuses": [statuses[self._party.chunk(number).key_hash] for number in numbers],
-        }
+        return [statuses[self._party.chunk(number).key_hash] for number in numbers]
 
 
 def write(connection: Connection, setting: Setting) -> None:
