@@ -26,7 +26,7 @@ DRIVER = LAB / "fault_driver.py"
 LIMIT_S = 200  # of one command; it only bounds a hang
 
 sys.path.insert(0, str(REPOSITORY))
-from trials import storm_accounts, storm_content, storm_damage  # noqa: E402
+from trials import storm_damage  # noqa: E402
 
 
 def storm(directory, *arguments):
@@ -51,36 +51,34 @@ def storm(directory, *arguments):
 @pytest.mark.slow
 def test_no_wrong_byte_is_served_while_writers_are_killed_and_files_damaged(tmp_path):
     code, facts = storm(tmp_path, "--kills", "15")
-    assert (code, facts["problems"], facts["wrong"], facts["parts_leaked"]) == (0, [], 0, [])
-    assert (facts["slots"], facts["threads"], facts["files"], facts["leaks"]) == (0, 0, 0, [])
-    # The storm was one: chunks were stored and served, and damage was met.
-    assert facts["killed"]["native"] + facts["killed"]["python"] == facts["kills"] == 15
-    assert facts["orphans"] > 0, "no kill met a write"
-    assert facts["served"] > 100
-    assert facts["ended"]["store.ok"] > 100
-    assert facts["ended"]["load.corrupt"] > 0
+    assert (code, facts["problems"], facts["leaks"], facts["parts_left"]) == (0, [], [], 0)
+    # The storm was one: chunks were stored and loaded, and damage was met.
+    assert facts["kills"]["all"] == 15
+    assert facts["kills"]["while a part was open"] > 0
+    assert facts["counted"]["stored"] > 100
+    assert facts["counted"]["loaded"] > 100
+    assert facts["counted"]["load corrupt"] > 0
     assert set(facts["planted"]) == set(storm_damage.KINDS)
 
 
 @pytest.mark.slow
 def test_negative_control_without_checks_the_storm_serves_wrong_bytes(tmp_path):
-    code, facts = storm(tmp_path, "--no-verify", "--kills", "6")
+    code, facts = storm(tmp_path, "--break", "checks", "--kills", "6")
     assert code == 1
-    assert facts["wrong"] > 0
-    assert any("served wrong" in problem for problem in facts["problems"])
+    assert facts["counted"]["wrong"] > 0
 
 
 @pytest.mark.slow
 def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
     code, facts = storm(tmp_path, "--break", "ending", "--kills", "2")
     assert code == 1
-    assert len(facts["leaks"]) == 5
-    for left in facts["leaks"]:
-        assert left["slots"] > 0
-        assert left["files"] == 1
+    assert len(facts["leaks"]) == 4
+    assert all(left["files"] > 0 for left in facts["leaks"])
 
 
 # --- one kill at a chosen call --------------------------------------------------------------
+
+FILE_NBYTES = 262_144  # of a chunk of the driver
 
 # Where the writer hangs when SIGKILL comes, and how many bytes the part has then; None: there is none.
 MOMENTS = {
@@ -90,8 +88,8 @@ MOMENTS = {
         ["pwrite suffix=.part short=65536 count=1", "pwrite suffix=.part hang"],
         65536,
     ),
-    "when all is written": (["close suffix=.part hang"], storm_content.FILE_NBYTES),
-    "before the rename": (["rename suffix=.part hang"], storm_content.FILE_NBYTES),
+    "when all is written": (["close suffix=.part hang"], FILE_NBYTES),
+    "before the rename": (["rename suffix=.part hang"], FILE_NBYTES),
 }
 
 
@@ -135,8 +133,7 @@ def test_a_writer_killed_within_a_call_leaves_a_part_and_no_chunk(
     left = [path for path in disk.rglob("*.part") if path.parent.name != "tmp"]
     assert [path.stat().st_size for path in left] == ([] if nbytes is None else [nbytes])
     assert list(disk.rglob("*.kv")) == [], "a chunk that nobody has finished is visible"
-    orphans, leaked = storm_accounts.split_parts([str(path) for path in left], {writer.pid})
-    assert (len(orphans), leaked) == (len(left), [])
+    assert all(f"-{writer.pid}-" in path.name for path in left), "a dead writer's, as its name says"
 
     # The next one finds nothing in its way.
     world = World(disk / "kv", native=transport.startswith("native"))
