@@ -1,7 +1,7 @@
 """Engines are killed at random moments and files are damaged: is anything wrong ever loaded?
 
-Engines without vLLM, those of `fskv replay`, look up, load and store in one root, each in a process of its
-own. They compare every byte that they load with what its key says. One after the other is SIGKILLed and
+Engines without a model (benchmarks.replay_engine) look up, load and store in one root, each in a process of
+its own. They compare every byte that they load with what its key says. One after the other is SIGKILLed and
 replaced, half of them while a part is open, and files are damaged. In the end those that live must give back
 what they took, the parts of the killed must go, and one engine alone must be able to heal what is damaged.
 
@@ -26,15 +26,13 @@ from multiprocessing import connection as mp
 from pathlib import Path
 from typing import Any
 
-from fskv_tools.replay.engine import Engine
-from fskv_tools.replay.trace import Request
-
 from benchmarks.child import Child, preload
 from benchmarks.options import parser, positive, positive_float, settings
+from benchmarks.replay_engine import Engine
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import BenchmarkError, work_directory
 from trials.storm_damage import Damage
-from trials.storm_engine import NUM_CHUNKS, SAFETIES, live, spec
+from trials.storm_engine import BLOCK_NBYTES, NAME, NUM_CHUNKS, SAFETIES, live
 
 NUM_ENGINES = 4
 _LOADED_PER_KILL, _PLANTED_PER_KILL = 20, 10  # at least; a busy machine takes longer for that
@@ -53,7 +51,7 @@ class Storm:
     """One storm on a root; it owns the engines."""
 
     def __init__(self, root: str, options: argparse.Namespace) -> None:
-        self._spec = spec(root, options.direct_io)
+        self._root = root
         self._options = options
         self._rng = random.Random(options.seed)  # noqa: S311
         self._damage = Damage(root, self._rng)
@@ -93,7 +91,7 @@ class Storm:
     def _start(self) -> Child:
         number = self._rng.getrandbits(32)
         name = f"engine {number}"
-        return Child(name, live, self._spec, number, self._options.broken, forked=True)
+        return Child(name, live, self._root, number, self._options.broken, forked=True)
 
     def _rage(self, end: float) -> None:
         kills = self._options.kills
@@ -121,6 +119,8 @@ class Storm:
         engine = self._engines.pop(self._rng.randrange(len(self._engines)))
         # Half of them at any moment, half with a part open: few moments are.
         self._kills["while a part was open"] += self._rng.random() < 0.5 and self._aim(engine.pid)
+        while engine.connection.poll():  # what it has found counts
+            self._counted.update(engine.hear())
         if (code := engine.kill()) != -signal.SIGKILL:
             raise BenchmarkError(f"an engine had ended by itself, with {code}")
         self._kills["all"] += 1
@@ -141,14 +141,14 @@ class Storm:
     def _heal(self) -> tuple[list[int], int]:
         """Ask one engine for all chunks until they hit; return the hits of each time, and the parts left."""
         logging.getLogger("fskv").setLevel(logging.CRITICAL)  # a line for each damaged file
-        engine = Engine(self._spec)
+        engine = Engine(self._root, NAME, BLOCK_NBYTES)
         try:
-            wanted = Request(0.0, tuple(range(NUM_CHUNKS)))
+            wanted = tuple(range(NUM_CHUNKS))
             hits = [0]
             while hits[-1] < NUM_CHUNKS and len(hits) <= _HEAL_ROUNDS:
                 hits.append(engine.handle(wanted).hits)
             end = time.monotonic() + _COLLECT_S
-            while (parts := len(list(Path(self._spec.root).rglob("*-*-*.part")))) and (
+            while (parts := len(list(Path(self._root).rglob("*-*-*.part")))) and (
                 time.monotonic() < end
             ):
                 engine.step()
@@ -196,8 +196,7 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("storm", __doc__)
-    made.set_defaults(direct_io="auto")
+    made = parser("storm", __doc__, io=False)
     add = made.add_argument
     add("--kills", type=positive, default=200, help="(200)")
     add("--mean-s", type=positive_float, default=0.5, help="between two kills (0.5)")

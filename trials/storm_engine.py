@@ -12,14 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fskv_tools.replay.engine import Engine, EngineSpec, RequestDone
-from fskv_tools.replay.trace import Request
-
+from benchmarks.replay_engine import Engine, RequestDone
 from fskv.data_path import store
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ChunkHeader
 
 SAFETIES = ("checks", "ending")
+NAME = "storm"  # of their namespace
 NUM_CHUNKS = 64
 BLOCK_NBYTES = 256_000  # no multiple of a row
 _MAX_CHUNKS = 4  # of a request
@@ -27,21 +26,7 @@ _EVICTED = 0.7  # of requests: a chunk goes first, else hardly a kill would meet
 _CALM_S = 10.0  # threads end by themselves, a moment later
 
 
-def spec(root: str, direct_io: str) -> EngineSpec:
-    """Return what the engines of one storm have in common."""
-    return EngineSpec(
-        root=root,
-        trace_digest=bytes(32),
-        block_nbytes=BLOCK_NBYTES,
-        max_nbytes=None,
-        keep_free_nbytes=0,
-        io_threads=2,
-        direct_io=direct_io,
-        speed=None,
-    )
-
-
-def live(connection: Connection, spec: EngineSpec, seed: int, broken: str | None) -> None:
+def live(connection: Connection, root: str, seed: int, broken: str | None) -> None:
     """Be an engine until the parent says to stop, and say then what is left of it."""
     before = _usage()
     if broken == "checks":
@@ -49,13 +34,13 @@ def live(connection: Connection, spec: EngineSpec, seed: int, broken: str | None
     # Files are damaged all the time, and each would be a line.
     logging.getLogger("fskv").setLevel(logging.CRITICAL)
     rng = random.Random(seed)  # noqa: S311  reproducible, not secret
-    engine = Engine(spec)
+    engine = Engine(root, NAME, BLOCK_NBYTES)
     while not connection.poll():
         first, count = rng.randrange(NUM_CHUNKS), rng.randint(1, _MAX_CHUNKS)
         if rng.random() < _EVICTED:
             _evict(engine, rng)
         ids = tuple((first + number) % NUM_CHUNKS for number in range(count))
-        connection.send(_counted(engine.handle(Request(0.0, ids))))
+        connection.send(_counted(engine.handle(ids)))
     if broken != "ending":
         engine.close()
     end = time.monotonic() + _CALM_S
