@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
+Lines = Sequence[tuple[str, str]]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 LABELS = "job, instance, engine, model_name, connector"
 ENGINE = "instance, engine, connector"
@@ -23,13 +24,13 @@ HITS = "Chunks found, of those looked for"
 # --- queries ----------------------------------------------------------------------------
 
 
-def engines(metric: str) -> str:
+def engines(metric: str, prefix: str = "fskv_") -> str:
     """Return the series of the chosen engines."""
-    return f'vllm:{metric}{{instance=~"$instance"}}'
+    return f'vllm:{prefix}{metric}{{instance=~"$instance"}}'
 
 
-def change(metric: str, function: str = "rate") -> str:
-    return f"{function}({engines(f'fskv_{metric}_total')}[$__rate_interval])"
+def change(metric: str, function: str = "rate", prefix: str = "fskv_") -> str:
+    return f"{function}({engines(f'{metric}_total', prefix)}[$__rate_interval])"
 
 
 def rate(metric: str, by: str = ENGINE, function: str = "rate") -> str:
@@ -41,8 +42,8 @@ def hit_ratio(by: str) -> str:
     return f"{hits} / ({hits} + {misses})"
 
 
-def quantiles(metric: str, *percents: int) -> list[tuple[str, str]]:
-    buckets = f"sum by (le, connector) (rate({engines(metric + '_bucket')}[$__rate_interval]))"
+def quantiles(metric: str, *percents: int) -> Lines:
+    buckets = f"sum by (le, connector) (rate({engines(metric, '')}[$__rate_interval]))"
     return [
         (f"p{percent} {{{{connector}}}}", f"histogram_quantile({percent / 100}, {buckets})")
         for percent in percents
@@ -53,6 +54,10 @@ def by_root(function: str, query: str, by: str = "root") -> str:
     """Return series of engines with their roots, by an engine's own word."""
     root = f'on ({LABELS}) group_left (root) vllm:fskv_root_info{{root=~"$root"}}'
     return f"{function} by ({by}) ({query} * {root})"
+
+
+def bound(metric: str) -> str:
+    return by_root("min", f"({engines(metric)} < +Inf)", "root, bound")
 
 
 def joined(query: str) -> str:
@@ -67,14 +72,8 @@ def watched(function: str, query: str, by: str = "root") -> str:
 # --- panels -----------------------------------------------------------------------------
 
 
-def panel(
-    kind: str,
-    title: str,
-    about: str,
-    lines: Sequence[tuple[str, str]],
-    fields: Json,
-    options: Json,
-) -> Json:
+def panel(kind: str, title: str, about: str, lines: Lines, fields: Json, options: Json) -> Json:
+    """Return a panel with these lines: a legend and a query each."""
     is_graph = kind == "timeseries"
     targets = [
         {
@@ -110,7 +109,6 @@ class Graph:
     most: int | None = None
 
     def of(self, *lines: tuple[str, str]) -> Json:
-        """Return the panel with these lines: a legend and a query each."""
         bounds = {"min": self.least, "max": self.most}
         fields = {
             "unit": self.unit,
@@ -166,21 +164,21 @@ AT_A_GLANCE = [
         "Prompt tokens from files",
         "Of the tokens that were not in the engine's own cache. With FskvMultiConnector: from any "
         "of its children.",
-        f"sum(rate({engines('external_prefix_cache_hits_total')}[$__rate_interval])) / "
-        f"sum(rate({engines('external_prefix_cache_queries_total')}[$__rate_interval]))",
+        f"sum({change('external_prefix_cache_hits', prefix='')}) / "
+        f"sum({change('external_prefix_cache_queries', prefix='')})",
         PLAIN,
         "percentunit",
     ),
     number(
         "Breakers open",
         f"Engines that leave their root alone {ENGINES_OR_CHILDREN}",
-        f"sum({engines('fskv_breaker_open')})",
+        f"sum({engines('breaker_open')})",
         BAD,
     ),
     number(
         "Stores paused",
         f"Engines that found the disk full {ENGINES_OR_CHILDREN}",
-        f"sum({engines('fskv_stores_paused')})",
+        f"sum({engines('stores_paused')})",
         BAD,
     ),
     number(
@@ -193,13 +191,13 @@ AT_A_GLANCE = [
     number(
         "Maintained",
         "0: an engine has no maintenance process, and stores nothing.",
-        f"min({engines('fskv_maintenance_up')})",
+        f"min({engines('maintenance_up')})",
         GOOD,
     ),
     number(
         "Fullest bound",
         "Pruning begins at 99.5 % and ends at 98 %.",
-        f"max(1 - {engines('fskv_bound_left_bytes')} / {engines('fskv_bound_bytes')})",
+        f"max(1 - {engines('bound_left_bytes')} / {engines('bound_bytes')})",
         FULL,
         "percentunit",
     ),
@@ -217,12 +215,12 @@ ROWS: dict[str, list[Json]] = {
         ),
         Graph(
             "Wait for a lookup", "s", "Requests whose chunks were not known to be there or not."
-        ).of(*quantiles("kv_offload_lookup_async_delay_seconds", 50, 99)),
+        ).of(*quantiles("kv_offload_lookup_async_delay_seconds_bucket", 50, 99)),
     ],
     "Loads, by engine": [
         Graph("Bytes loaded", "Bps").of((CHILD, rate("loaded_bytes"))),
         Graph("Load latency of requests", "s").of(
-            *quantiles("fskv_load_latency_seconds", 50, 95, 99)
+            *quantiles("fskv_load_latency_seconds_bucket", 50, 95, 99)
         ),
         Graph("Load failures by reason", "cps", "Each costs a recompute.").of(
             ("{{connector}} {{reason}}", rate("load_failures", REASON))
@@ -256,7 +254,7 @@ ROWS: dict[str, list[Json]] = {
             (f"{CHILD} tokens loaded/s", rate("loaded_tokens")),
             (f"{CHILD} requests loaded/s", rate("loaded_requests")),
             ("requests/s, {{result}} {{connector}}", rate("requests", "connector, result")),
-            (f"{CHILD} loads under way", f"sum by ({ENGINE}) ({engines('fskv_pending_loads')})"),
+            (f"{CHILD} loads under way", f"sum by ({ENGINE}) ({engines('pending_loads')})"),
         ),
         Graph(
             "Seconds saved",
@@ -264,30 +262,30 @@ ROWS: dict[str, list[Json]] = {
             "How long computing what was loaded would have taken, less the loads.",
         ).of((f"{CHILD} saved", rate("saved_seconds"))),
         Graph("Predicted rates", "short", "The rates that the choice rests on.").of(
-            (f"{CHILD} bytes/s", engines("fskv_load_rate")),
-            (f"{CHILD} tokens/s", engines("fskv_prefill_rate")),
+            (f"{CHILD} bytes/s", engines("load_rate")),
+            (f"{CHILD} tokens/s", engines("prefill_rate")),
         ),
     ],
     "State of engines": [
         Graph("Breaker, pauses, doubt, off", "short", least=0).of(
-            (f"breaker open {CHILD}", engines("fskv_breaker_open")),
-            (f"stores paused {CHILD}", engines("fskv_stores_paused")),
-            (f"weights in doubt {CHILD}", engines("fskv_weights_in_doubt")),
+            (f"breaker open {CHILD}", engines("breaker_open")),
+            (f"stores paused {CHILD}", engines("stores_paused")),
+            (f"weights in doubt {CHILD}", engines("weights_in_doubt")),
             (f"breaker opened {CHILD}", change("breaker_openings", "increase")),
-            (f"off {CHILD}", engines("fskv_off")),
+            (f"off {CHILD}", engines("off")),
         ),
         Graph("Threads and slots", "short", least=0).of(
-            (f"threads hung {CHILD}", engines("fskv_io_threads_hung")),
-            (f"slots {CHILD}", engines("fskv_staging_slots_in_use")),
-            (f"chunks to store {CHILD}", engines("fskv_store_queue_chunks")),
+            (f"threads hung {CHILD}", engines("io_threads_hung")),
+            (f"slots {CHILD}", engines("staging_slots_in_use")),
+            (f"chunks to store {CHILD}", engines("store_queue_chunks")),
         ),
         Graph("Chunks in memory of the scheduler", "short", least=0).of(
-            (f"known {CHILD}", engines("fskv_known_chunks")),
-            (f"quarantined {CHILD}", engines("fskv_quarantined_chunks")),
+            (f"known {CHILD}", engines("known_chunks")),
+            (f"quarantined {CHILD}", engines("quarantined_chunks")),
         ),
         Graph("Maintenance", "short", least=0).of(
-            (f"up {CHILD}", engines("fskv_maintenance_up")),
-            (f"lease {CHILD}", engines("fskv_lease_held")),
+            (f"up {CHILD}", engines("maintenance_up")),
+            (f"lease {CHILD}", engines("lease_held")),
             (f"restarts {CHILD}", change("maintenance_restarts", "increase")),
         ),
     ],
@@ -297,25 +295,16 @@ ROWS: dict[str, list[Json]] = {
             "bytes",
             "`free` is what may be in use on the file system, others included.",
         ).of(
-            (f"used {ROOT}", by_root("max", engines("fskv_root_bytes"))),
-            (
-                f"bound {{{{bound}}}} {ROOT}",
-                by_root("min", f"({engines('fskv_bound_bytes')} < +Inf)", "root, bound"),
-            ),
+            (f"used {ROOT}", by_root("max", engines("root_bytes"))),
+            (f"bound {{{{bound}}}} {ROOT}", bound("bound_bytes")),
         ),
         Graph("Left of the bounds", "bytes", least=0).of(
-            (
-                f"{{{{bound}}}} {ROOT}",
-                by_root("min", f"({engines('fskv_bound_left_bytes')} < +Inf)", "root, bound"),
-            ),
-            (f"free on disk {ROOT}", by_root("min", engines("fskv_root_free_bytes"))),
+            (f"{{{{bound}}}} {ROOT}", bound("bound_left_bytes")),
+            (f"free on disk {ROOT}", by_root("min", engines("root_free_bytes"))),
         ),
         Graph("Used by namespace", "bytes").of(
-            (
-                "{{namespace}}",
-                f"max by (namespace) ({engines('fskv_namespace_bytes')} * {NAMESPACE})",
-            ),
-            ("files of the largest root", f"max({engines('fskv_root_files')})"),
+            ("{{namespace}}", f"max by (namespace) ({engines('namespace_bytes')} * {NAMESPACE})"),
+            ("files of the largest root", f"max({engines('root_files')})"),
         ),
         Graph("Loaded and stored by root", "Bps").of(
             (f"loaded {ROOT}", by_root("sum", change("loaded_bytes"))),
@@ -326,14 +315,14 @@ ROWS: dict[str, list[Json]] = {
             "Bps",
             "Falls below zero for a moment when another process takes the lease and counts from "
             "zero.",
-        ).of((ROOT, by_root("max", f"deriv({engines('fskv_pruned_bytes')}[5m])"))),
+        ).of((ROOT, by_root("max", f"deriv({engines('pruned_bytes')}[5m])"))),
         Graph("Files: pruned, stuck, left behind", "short").of(
-            (f"pruned {ROOT}", by_root("max", engines("fskv_pruned_files"))),
-            (f"unremovable {ROOT}", by_root("max", engines("fskv_unremovable_files"))),
-            (f"orphans removed {ROOT}", by_root("max", engines("fskv_orphans_removed"))),
+            (f"pruned {ROOT}", by_root("max", engines("pruned_files"))),
+            (f"unremovable {ROOT}", by_root("max", engines("unremovable_files"))),
+            (f"orphans removed {ROOT}", by_root("max", engines("orphans_removed"))),
             (
                 f"seconds since the count {ROOT}",
-                by_root("min", f"(time() - {engines('fskv_counted_at_seconds')})"),
+                by_root("min", f"(time() - {engines('counted_at_seconds')})"),
             ),
         ),
     ],
