@@ -15,8 +15,6 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST = '$(PY)' -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DIR ?= .cache
 OUT ?= .cache/gpu
-# What continuous integration never runs is noted in its ledger, if all of it ran.
-ran = $(if $(ARGS),,@'$(PY)' .ci/slow --ran $(1))
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(MAKEFILE_LIST))
 
@@ -73,7 +71,7 @@ bench-clients: $(SETUP) ## 32 clients at once with fskv and without: ARGS='--mod
 	@'$(PY)' -m benchmarks.clients $(ARGS) --dir '$(DIR)'
 
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
-	@'$(PY)' -m trials.shared_root $(ARGS)
+	@'$(PY)' -m trials.soak --calm --minutes 10 $(ARGS)
 
 bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain read, on the storage of DIR
 	@mkdir -p .cache
@@ -86,7 +84,7 @@ gpu: ## Copies, order, rates and GDS on a machine with a GPU (PY=python3 with to
 corruptions: $(SETUP) ## Does `fskv verify` find each of 10,000 random corruptions? (minutes)
 	@'$(PY)' -m trials.corruptions $(ARGS)
 
-storm: $(SETUP) ## Kill writers, fill a disk, fail a mount: is anything wrong ever served? (minutes)
+storm: $(SETUP) ## Kill writers and damage files while others read: is anything wrong ever served? (minutes)
 	@'$(PY)' -m trials.storm $(ARGS)
 
 soak: $(SETUP) ## Two engines on CephFS and a fault each minute, for an hour: right tokens, no leak? (root; ARGS='--minutes 30')
@@ -95,9 +93,8 @@ soak: $(SETUP) ## Two engines on CephFS and a fault each minute, for an hour: ri
 fuzz: $(SETUP) ## Anything in any file under running maintenance processes: do stores go on? (minutes)
 	@'$(PY)' -m trials.fuzz $(ARGS)
 
-mutants: $(SETUP) ## Make deliberate faults in the product: does make test catch each? (long)
+mutants: $(SETUP) ## Take each safety check away: does a test notice? ARGS may name faults (half an hour)
 	@'$(PY)' -m trials.mutants $(ARGS)
-	$(call ran,mutants)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/test.json $(ARGS)
@@ -109,8 +106,9 @@ test-unit: $(SETUP) ## What of test starts no engine
 test-engines: $(SETUP) ## What of test starts real engines: the other part
 	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/engines.json $(ARGS) tests/engines
 
-test-near: $(SETUP) ## The tests nearest to FILE=fskv/data_path/runner.py, in a minute or a few
-	@tests=$$('$(PY)' .ci/near $(FILE)) && $(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' $$tests $(ARGS)
+test-near: $(SETUP) ## The tests that name the module FILE=fskv/data_path/runner.py, in a minute or a few
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' $(ARGS) \
+	    $$(git grep -lw '$(basename $(notdir $(FILE)))' -- tests/unit/test_* tests/adapter/test_* tests/tools/test_*)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
 	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/slow.json $(ARGS)
@@ -120,26 +118,21 @@ test-all: test test-slow test-shared-fs ## make test, test-slow and test-shared-
 test-shared-fs: $(SETUP) ## Real NFS, GlusterFS, CephFS and MooseFS, nodes that die (root, Debian; 35 minutes)
 	@bash tests/shared_fs/install
 	'$(PY)' -m pytest -m shared_fs tests/shared_fs $(ARGS)
-	$(call ran,shared_fs)
 
 test-newest: $(SETUP) ## The contracts of the newest vLLM, SGLang and LMCache that the index offers (2 GB once; 4 minutes)
 	@PY='$(PY)' bash .ci/versions --newest $(ARGS) || [ $$? = 77 ]
 
 test-versions: $(SETUP) ## Other vLLM versions: contract, refusal, engines beside the installed one (3 GB, long)
 	@PY='$(PY)' bash .ci/versions $(ARGS)
-	$(call ran,versions)
 
 test-sglang: $(SETUP) ## Real SGLang engines, in an environment of their own (2 GB once; 10 to 20 minutes)
 	@bash .ci/sglang $(ARGS)
-	$(call ran,sglang)
 
 test-pd: $(SETUP) ## Prefill and decode in two real engines with NIXL between them (240 MB once; 5 minutes)
 	@PY='$(PY)' bash .ci/pd $(ARGS)
-	$(call ran,pd)
 
 test-lmcache: $(SETUP) ## A real LMCache server and vLLM, in an environment of their own (3 GB once; 15 minutes)
 	@bash .ci/lmcache $(ARGS)
-	$(call ran,lmcache)
 
 test-router: $(SETUP) ## Two real engines whose KV events go to ai-dynamo's indexer (75 MB once; 3 minutes)
 	@PY='$(PY)' bash .ci/router $(ARGS)

@@ -80,7 +80,6 @@ def replay_identity(name: str, block_nbytes: int) -> Identity:
         hash_algorithm="sha256",
         hash_seed="none",
         topology={"tp": 1},
-        lora="off",
     )
 
 

@@ -7,21 +7,13 @@ at each call, that `FaultyMount.set` replaces. A rule is an object:
     ops       names of FUSE calls: getattr readdir open create read write flush fsync rename unlink mkdir
               rmdir truncate utimens chmod link statfs; missing: all of them
     suffix    only paths that end so; of a rename, either of both
-    contains  only paths with this text in them
-    after     so many calls pass first (0)
-    count     so many calls meet the fault (null: all)
 
 and what happens to a call that it is due for, the first rule of the file that is due:
 
     errno     "EIO": the call fails with it
     delay_s   the call waits so long first
     hang      the call waits until the file no longer holds the rule, 120 s at most; then it goes on, or fails
-    short     a transfer moves at most so many bytes
-    flip      true: one bit in the middle of a transfer is wrong, of what is read or of what gets to the disk;
-              a number: of the byte at this offset of the file, once a transfer covers it
-    ends_at   reads find the end of the file there, whatever its length
-    zero_from reads find zeros from there on
-    nbytes    getattr says that a regular file has this length
+    flip      one bit of the byte at this offset of the file is wrong when it is read
     bytes_per_s  transfers share this rate, all threads and files together
 
 Counts begin anew with every `set`. A test that never saw its fault has shown nothing: assert `fired`.
@@ -149,10 +141,7 @@ def unmount(path: str) -> None:
 
 # --- the server -----------------------------------------------------------------------------
 
-_RULE_FIELDS = {
-    *("ops", "suffix", "contains", "after", "count"),
-    *("errno", "delay_s", "hang", "short", "flip", "ends_at", "zero_from", "nbytes", "bytes_per_s"),
-}
+_RULE_FIELDS = {"ops", "suffix", "errno", "delay_s", "hang", "flip", "bytes_per_s"}
 
 
 class Rules:
@@ -165,7 +154,6 @@ class Rules:
         self._seen: tuple | None = None
         self._serial = 0
         self._rules: list[dict] = []
-        self._matched: list[int] = []
         self._num_fired = 0
         self._free_at = 0.0  # when the transfers so far are over
 
@@ -205,22 +193,14 @@ class Rules:
         self._seen = seen
         if told["serial"] != self._serial:
             self._serial, self._rules = told["serial"], told["rules"]
-            self._matched = [0] * len(self._rules)
             self._num_fired = 0
             self._free_at = 0.0
 
     def _first(self, op: str, paths: tuple) -> dict:
-        for at, rule in enumerate(self._rules):
+        for rule in self._rules:
             if op not in rule.get("ops", (op,)):
                 continue
-            if not any(
-                path.endswith(rule.get("suffix", "")) and rule.get("contains", "") in path
-                for path in paths
-            ):
-                continue
-            self._matched[at] += 1
-            turn = self._matched[at] - rule.get("after", 0)
-            if turn <= 0 or (rule.get("count") is not None and turn > rule["count"]):
+            if not any(path.endswith(rule.get("suffix", "")) for path in paths):
                 continue
             self._num_fired += 1
             new = f"{self._fired_path}.new"
@@ -236,13 +216,6 @@ class Rules:
             return self._serial == serial
 
 
-def _flipped(data: bytes, offset: int, where) -> bytes:
-    at = len(data) // 2 if where is True else where - offset
-    if not 0 <= at < len(data):
-        return data
-    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
-
-
 def _serve(point: str, backing: str, state: str) -> None:
     import mfusepy
 
@@ -256,12 +229,10 @@ def _serve(point: str, backing: str, state: str) -> None:
         use_ns = True
 
         def getattr(self, path, fh=None):
-            rule = rules.due("getattr", path)
+            rules.due("getattr", path)
             info = os.lstat(real(path)) if fh is None else os.fstat(fh)
             found = {name: getattr(info, name) for name in stat_names}
             found |= {f"st_{n}": getattr(info, f"st_{n}_ns") for n in ("atime", "mtime", "ctime")}
-            if "nbytes" in rule and info.st_mode & 0o170000 == 0o100000:
-                found["st_size"] = rule["nbytes"]
             return found
 
         def readdir(self, path, fh):
@@ -288,23 +259,17 @@ def _serve(point: str, backing: str, state: str) -> None:
 
         def read(self, path, size, offset, fh):
             rule = rules.due("read", path)
-            data = os.pread(fh, min(size, rule.get("short", size)), offset)
+            data = os.pread(fh, size, offset)
             rules.slow_down(rule, len(data))
-            if "ends_at" in rule:
-                data = data[: max(0, rule["ends_at"] - offset)]
-            if "zero_from" in rule:
-                kept = data[: max(0, rule["zero_from"] - offset)]
-                data = kept + bytes(len(data) - len(kept))
-            if rule.get("flip", False) is not False:
-                data = _flipped(data, offset, rule["flip"])
+            at = rule.get("flip", -1) - offset
+            if 0 <= at < len(data):
+                data = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
             return data
 
         def write(self, path, data, offset, fh):
             rule = rules.due("write", path)
-            if rule.get("flip", False) is not False:
-                data = _flipped(data, offset, rule["flip"])
             rules.slow_down(rule, len(data))
-            return os.pwrite(fh, data[: rule.get("short", len(data))], offset)
+            return os.pwrite(fh, data, offset)
 
         def flush(self, path, fh):
             rules.due("flush", path)

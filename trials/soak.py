@@ -5,7 +5,10 @@ with --root, in a directory. Its bound is a tenth of what is written. The faults
 engine is killed, the servers stall, files are damaged, the file system is full, directories are removed, the
 root is away for a while, an engine goes on with a clock that is wrong.
 
-    python -m trials.soak [--minutes 60] [--seed N] [--root DIR] [--json]
+    python -m trials.soak [--minutes 60] [--seed N] [--root DIR] [--calm] [--json]
+
+With --calm there are no faults, and the root is in a directory. Then the hits are held against an exact LRU
+of the same size over the same requests, and the logs must have no error.
 
 Exit code 1: a token that differs from those of an engine without fskv, an engine that failed or stopped, a
 bound exceeded, memory, threads or descriptors that grow, parts or heartbeats of the dead left behind, or no
@@ -31,19 +34,20 @@ from benchmarks.options import parser, positive_float, settings
 from benchmarks.report import judged, publish, say
 from benchmarks.rig import BenchmarkError, work_directory
 from demo.checkpoints import VOCAB_SIZE, make
-from trials.shared_root import references
-from trials.shared_root_engine import Setup
-from trials.shared_root_judge import (
+from trials.soak_child import BREAKS, Setup
+from trials.soak_engine import Asked, Driver, references
+from trials.soak_faults import Faults
+from trials.soak_judge import (
     CHUNK_TOKENS,
     Pool,
+    bad_lines,
     capacity_for,
     count,
+    hits,
     maintenance_processes,
     merged,
     still_running,
 )
-from trials.soak_engine import BREAKS, Asked, Driver
-from trials.soak_faults import Faults
 from trials.soak_places import Directory, opened
 from trials.soak_watch import (
     ALLOWED,
@@ -65,8 +69,9 @@ WRITE_SHARE = 0.1  # of what the place takes from one writer who does nothing el
 MIN_BOUND, MAX_BOUND = 12 << 20, 256 << 20
 STOPPED_S = 60.0  # a request that takes so long has stopped the engine
 ORPHANS_S = 180.0  # the heartbeat of a dead engine goes after a minute
-# Of a bound that holds a few seconds of writing, where engines are killed and servers stall: see shared_root.
+# Of a bound that holds a few seconds of writing, where engines are killed and servers stall.
 MAX_SHARE = 1.2
+MAX_POINTS = 10.0  # of the hit ratio, between it and LRU's
 END_S = 30.0
 LAST, HEALED_S = 6, 20.0  # prompts that are asked for at the end until they hit, and how long each
 
@@ -78,7 +83,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model = make("llama", directory)
         answers, file_nbytes = references(directory, model, pool)
         cold_s = statistics.median(record.seconds for record in answers)
-        with opened(options.root, options.dir) as (place, why):
+        where = options.root or (options.dir if options.calm else None)
+        with opened(where, options.dir) as (place, why):
             say(f"the root is on {place.title}" + (f" ({why})" if why else ""))
             sure = int(
                 WRITE_SHARE * write_rate(os.path.dirname(place.roots[0])) * options.minutes * 60
@@ -104,6 +110,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with _running(drivers, place):
                 run = _run(options, place, drivers, bound)
             run["left"]["processes"] = len(_wait_for_end(run.pop("maintained")))
+            if options.calm:
+                run["failed"] += [
+                    text for name in NAMES for text in bad_lines(f"{directory}/{name}.log")
+                ]
+                asked = sorted((one for d in drivers for one in d.asked), key=lambda one: one.at)
+                run["hit_ratios"] = hits(
+                    [(one.idx, pool.num_chunks(one.idx)) for one in asked],
+                    sum(one.cached_tokens // CHUNK_TOKENS for one in asked),
+                    bound // file_nbytes,
+                )
     facts = {
         "settings": settings(options),
         "place": place.title,
@@ -145,14 +161,19 @@ def _run(
     """Ask and spoil for as long as it was said, then let all heal; return the facts."""
     root = place.roots[0]
     maintained: dict[int, str] = {}  # of all engines, the killed ones too
-    root_interval_s = min(15.0, max(1.0, options.minutes))  # a walk costs others, too
+    # A walk costs others, too.
+    root_interval_s = 1.0 if options.calm else min(15.0, max(1.0, options.minutes))
     warm_s = min(WARM_S, options.minutes * 60 / 4)
     watch = Watch(root, lambda: _pids(drivers, maintained), 1.0, root_interval_s)
     faults = Faults(place, drivers, random.Random(options.seed), options.broken)  # noqa: S311
     wait_for(lambda: all(driver.ready for driver in drivers), STOPPED_S * 3)
     watch.start()
     ends_at = time.monotonic() + options.minutes * 60
-    while time.monotonic() < ends_at - options.every or len(faults.done) < faults.num_kinds:
+    if options.calm:
+        time.sleep(options.minutes * 60)
+    while not options.calm and (
+        time.monotonic() < ends_at - options.every or len(faults.done) < faults.num_kinds
+    ):
         started = time.monotonic()
         if not faults.one(min(20.0, options.every / 3)):
             break
@@ -271,6 +292,9 @@ def problems(facts: dict[str, Any]) -> list[str]:
     found += [f"{n} {what} left" for what, n in facts["left"].items() if what != "in time" and n]
     if facts["healed"] < facts["healed_of"] // 2:
         found.append(f"{facts['healed']} of {facts['healed_of']} prompts hit in the end")
+    ratios = facts.get("hit_ratios")
+    if ratios and abs(ratios["measured"] - ratios["lru"]) > MAX_POINTS:
+        found.append(f"{ratios['measured']} % of the chunks hit, {ratios['lru']} % with LRU")
     return found
 
 
@@ -305,7 +329,8 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
         f"in the end. Left: {left['parts']} parts, {left['heartbeats']} heartbeats, "
         f"{left['processes']} processes.\n"
         f"Chunks: {_reasons(facts['counted'])}.\n"
-        f"Problems: {'; '.join(facts['problems']) or 'none'}."
+        + ("".join(f"{n}: {ratio} % hit. " for n, ratio in facts.get("hit_ratios", {}).items()))
+        + f"Problems: {'; '.join(facts['problems']) or 'none'}."
     )
     columns = ("fault", "times", "requests", "with a hit", "slowest s", "wrong")
     publish("soak", facts, (title, columns, rows), as_json=options.json)
@@ -324,6 +349,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=positive_float, default=60.0, help="(60)")
     add("--every", type=positive_float, default=60.0, help="seconds between two faults (60)")
     add("--seed", type=int, default=1, help="of faults and prompts (1)")
+    add("--calm", action="store_true", help="no faults, in a directory; hits beside LRU's")
     add("--root", metavar="DIR", help="below this directory, and not on a CephFS")
     add(
         "--break",

@@ -9,22 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_process import START_S, EngineProcess, begin
+from benchmarks.engine_process import START_S, EngineProcess, ending
 from benchmarks.rig import BenchmarkError
-from trials.shared_root_engine import Engine, Record, Setup
+from trials.soak_child import Record, Setup, serve
+from trials.soak_judge import CHUNK_TOKENS, Pool, mean_file_nbytes
 
-# What --break does: "kv" makes wrong KV under right checksums, "bound" gives the engines a larger one,
-# "orphans" leaves a part and a heartbeat of a living process, "engine" is an engine that fails; the others
-# leak.
-BREAKS = ("kv", "bound", "orphans", "engine", "memory", "threads", "descriptors")
-_LEAK_NBYTES = 4 << 20
-_LEAK_S = 0.25
 _METRICS_EVERY = 25  # requests
 _ANSWER_S = 120.0
+_REFERENCE_S = 1800.0
 _WRONG_CLOCK = Path(__file__).parent / "other_clock"
 _environment = threading.Lock()  # of this process, which a child begins with
 
@@ -34,6 +29,7 @@ class Asked:
     """A request that was answered."""
 
     at: float
+    idx: int
     seconds: float
     cached_tokens: int
     wrong: bool
@@ -170,7 +166,7 @@ class Driver:
             self._gone(error)
             return None
         wrong = record.tokens != self._expected[idx]
-        self.asked.append(Asked(record.at, record.seconds, record.cached_tokens, wrong))
+        self.asked.append(Asked(record.at, idx, record.seconds, record.cached_tokens, wrong))
         self._recent.pop(idx, None)
         self._recent[idx] = None
         return record  # type: ignore[no-any-return]
@@ -197,51 +193,32 @@ class Driver:
         self._begin(0.0)
 
 
-# --- the child ------------------------------------------------------------------------------
+# --- before -----------------------------------------------------------------------------
 
 
-def serve(connection: Connection, setup: Setup, broken: frozenset[str]) -> None:
-    """Be the child: start the engine and do what the parent says until the connection ends."""
-    # By default oneDNN keeps 1024 kernels, one for each length of a prompt, a quarter of a MiB each.
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"
-    begin(setup.log, num_threads=1)
-    engine = Engine(setup)
-    kept: list[object] = []
-    leaked_at = 0.0
-    connection.send("ready")
-    try:
-        while True:
-            what, *arguments = connection.recv()
-            if what == "counters":
-                connection.send(_counters(engine))
-                continue
-            connection.send([engine.ask(idx) for idx in arguments[0]])
-            if time.monotonic() - leaked_at > _LEAK_S:  # however fast it is, the machine has room
-                leaked_at = time.monotonic()
-                kept += _leak(broken)
-            if "engine" in broken and len(kept) > _METRICS_EVERY:
-                raise BenchmarkError("it was to fail")
-            kept.append(None)
-    finally:
-        engine.close()
-
-
-def _counters(engine: Engine) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for full_name, labels, value in engine.metrics():
-        name = full_name.removeprefix("fskv_")
-        if name in {"stored_bytes", "stores_skipped", "load_failures"}:
-            found[f"{name} {labels['reason']}" if "reason" in labels else name] += int(value)
-    return found
-
-
-def _leak(broken: frozenset[str]) -> list[object]:
-    kept: list[object] = []
-    if "memory" in broken:
-        kept.append(b"x" * _LEAK_NBYTES)
-    if "threads" in broken:
-        kept.append(threading.Thread(target=threading.Event().wait, daemon=True))
-        kept[-1].start()  # type: ignore[attr-defined]
-    if "descriptors" in broken:
-        kept.append(os.open(os.devnull, os.O_RDONLY))
-    return kept
+def references(directory: str, model: str, pool: Pool) -> tuple[list[Record], int]:
+    """Return what every prompt gives without fskv, and what a chunk file takes on disk."""
+    root = os.path.join(directory, "probe")
+    os.mkdir(root)
+    extra = {"hybrid_chunk_size": CHUNK_TOKENS, "maintenance": "off"}
+    setups = [
+        Setup("one reference", model, f"{directory}/one.log", pool),
+        Setup("other reference", model, f"{directory}/other.log", pool),
+        Setup("probing", model, f"{directory}/probe.log", pool, root, extra),
+    ]
+    engines: list[EngineProcess] = []
+    with ending(engines):
+        for setup in setups:
+            name = f"the {setup.name} engine"
+            engines.append(EngineProcess(name, setup.log, serve, setup, frozenset()))
+        for engine in engines:
+            engine.hear(START_S)
+        *asked, probe = engines
+        for at, engine in enumerate(asked):
+            engine.child.say(("ask", list(range(at, pool.num_prompts, len(asked)))))
+        probe.child.say(("ask", [0, 1]))
+        probe.hear(_REFERENCE_S)
+        probe.child.say(("settle",))
+        probe.hear(_REFERENCE_S)
+        answers = [record for engine in asked for record in engine.hear(_REFERENCE_S)]
+        return sorted(answers, key=lambda record: record.idx), mean_file_nbytes(root)

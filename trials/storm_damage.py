@@ -10,55 +10,50 @@ import os
 import random
 import shutil
 from collections import Counter
-
-from trials.storm_content import FILE_NBYTES, file_name
+from pathlib import Path
 
 KINDS = ("torn", "zeros", "flip", "swap", "empty", "vanish")
 
 
 class Damage:
-    """Plants damage among the chunks [0, num_chunks) of a namespace; one thread."""
+    """Plants damage among the chunk files of a root; one thread."""
 
-    def __init__(self, chunks_dir: str, num_chunks: int, rng: random.Random, spare: str) -> None:
-        """`spare` is a path on the same file system, outside of the root, for files on their way in."""
-        self._dir = chunks_dir
-        self._num_chunks = num_chunks
+    def __init__(self, root: str, rng: random.Random) -> None:
+        self._root = Path(root)
         self._rng = rng
-        self._spare = spare
         self.planted: Counter[str] = Counter()
-        self.last: dict[int, str] = {}  # what was last done to a chunk's file
 
     def plant(self) -> None:
-        """Do one kind of damage to one file, if there is one under the number that was drawn."""
-        number = self._rng.randrange(self._num_chunks)
+        """Do one kind of damage to one file, if there is any."""
+        paths = sorted(self._root.rglob("*.kv"))
+        if not paths:
+            return
+        path, other = self._rng.choice(paths), self._rng.choice(paths)
         kind = self._rng.choice(KINDS)
-        # Readers discard and writers replace meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            self._do(kind, number)
+        # Engines discard and replace meanwhile.
+        with contextlib.suppress(OSError, ValueError):
+            self._do(kind, path, other)
             self.planted[kind] += 1
-            self.last[number] = kind
 
-    def _do(self, kind: str, number: int) -> None:
-        path = os.path.join(self._dir, file_name(number))
-        at = self._rng.randrange(1, FILE_NBYTES)
+    def _do(self, kind: str, path: Path, other: Path) -> None:
+        nbytes = path.stat().st_size
+        at = self._rng.randrange(1, nbytes)
         if kind == "vanish":
-            os.unlink(path)
+            path.unlink()
         elif kind == "swap":
-            other = (number + self._rng.randrange(1, self._num_chunks)) % self._num_chunks
-            os.stat(path)
-            shutil.copyfile(os.path.join(self._dir, file_name(other)), self._spare)
-            os.rename(self._spare, path)
+            spare = self._root.with_name("spare")  # a file on its way in
+            shutil.copyfile(other, spare)
+            spare.rename(path)
         elif kind == "empty":
             os.truncate(path, 0)
         elif kind == "torn":
             os.truncate(path, at)
         elif kind == "zeros":
             os.truncate(path, at)
-            os.truncate(path, FILE_NBYTES)
+            os.truncate(path, nbytes)
         else:
             with open(path, "r+b") as file:
                 file.seek(at)
-                byte = file.read(1)
-                if byte:
-                    file.seek(at)
-                    file.write(bytes([byte[0] ^ (1 << self._rng.randrange(8))]))
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ (1 << self._rng.randrange(8))]))

@@ -24,8 +24,8 @@ HIT may last for the rest of its TTL, and the load finds out.
 Threads: lookup, flush and mark_* on the scheduler's thread; probes on the pool's threads, which only
 append to `_answers`. So `_entries` has one owner and needs no lock; a deque's append and popleft are atomic.
 Memory: at most `max_known` entries, least recently asked first out: 254 bytes each with keys of 32 bytes, 348
-for those that we stored or failed to load; 255 for each of at most MAX_REMOVED names (resident, by `python
--m benchmarks.presence`). With the defaults that is at most 87 + 26 MB.
+for those that we stored or failed to load; 255 for each of at most MAX_REMOVED names (resident). With
+the defaults that is at most 87 + 26 MB.
 """
 
 from __future__ import annotations

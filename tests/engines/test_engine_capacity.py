@@ -12,7 +12,7 @@ import pytest
 import world
 
 from fskv.bounds.limits import GUARD_PART
-from trials.shared_root_judge import Sampler, bad_lines, count
+from trials.soak_judge import Sampler, bad_lines, count
 
 pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
 lab.needs_vllm()

@@ -14,7 +14,7 @@ import pytest
 import world
 from world import wait_for
 
-from trials.shared_root_judge import Sampler, bad_lines, count
+from trials.soak_judge import Sampler, bad_lines, count
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 pytestmark = [*world.VLLM, pytest.mark.timeout(600)]

@@ -14,7 +14,7 @@ from world import has_ended, wait_for
 
 pytest.importorskip("torch", reason="the steps need torch: make test")
 
-from benchmarks.gpu import extension, plan
+from benchmarks.gpu import plan
 
 # Steps that go wrong in all ways, run by the real runner in a process of its own.
 STEPS = """
@@ -111,46 +111,6 @@ def test_negative_control_where_the_group_is_not_killed_the_child_lives(tmp_path
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_step_and_writes_the_page(tmp_path, number):
-    hour = Hour(tmp_path, 600)
-    child = hour.pid
-    hour.process.send_signal(number)
-    code, steps = hour.end()
-    assert code == 130
-    assert steps["good"]["status"] == "good"
-    assert steps["hanging"]["status"] == "interrupted"
-    assert steps["after it"]["status"] == "not begun"
-    assert has_ended(child)
-    assert "Traceback" not in hour.said
-
-
-def test_a_part_ends_in_time_and_says_what_it_did_not_begin(tmp_path):
-    program = STEPS.replace("steps._LEAST_S", "gpu.PART_S = 6; steps._LEAST_S")
-    code, steps = Hour(tmp_path, 600, program=program).end()
-    assert code == 1
-    assert steps["hanging"]["status"] == "killed"
-    assert 0 < steps["hanging"]["seconds"] < 60
-    assert (steps["after it"]["status"], steps["after it"]["why"]) == (
-        "not begun",
-        "0 s are left of this part",
-    )
-
-
-def test_the_compiler_alone_builds_the_extension(tmp_path, monkeypatch):
-    for path in ("fskv/csrc", "fskv/__init__.py"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).symlink_to(REPOSITORY / path)
-    monkeypatch.chdir(tmp_path)
-    assert extension.build() is None
-    code = "import fskv._native as n; print(n.__file__, hasattr(n, 'Device'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith(str(tmp_path)), done.stderr
-    assert done.stdout.endswith("True\n")
-    monkeypatch.setenv("CC", "false")
-    assert extension.build().startswith("false failed")
-
-
 # A part as the command runs it; PREFIX puts its steps on the simulated driver.
 REHEARSAL = """
 import sys
@@ -196,26 +156,3 @@ def test_each_part_is_rehearsed_over_the_simulated_driver(tmp_path, part, withou
     assert done.returncode == 0
     assert "2 devices" in steps["facts"]["figures"]["libcuda"]
     assert steps["extension"]["figures"]["copy kernel"] == "used"
-    if part == "a":
-        assert all(value > 0 for value in steps["ceilings"]["figures"].values())
-        assert len(steps["ceilings"]["figures"]) >= 8
-    if part == "b":
-        rates = steps["rates beside matmuls and decode steps"]["figures"]
-        assert rates["decode step, median us, beside"] > 0
-        assert rates["matmuls, TFLOP/s, beside"] > 0
-        assert rates["load, host O_DIRECT, GB/s"] > 0
-
-
-@pytest.mark.parametrize(
-    ("prefix", "why"),
-    [
-        ((), "torch sees no CUDA device here"),
-        (("-c", "import sys; sys.exit('the copies are wrong')"), "the copies are wrong"),
-    ],
-    ids=["no GPU", "no copy"],
-)
-def test_where_the_extension_does_not_copy_one_sentence_ends_it(tmp_path, prefix, why):
-    done, steps = rehearse(tmp_path, "b", prefix)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"make gpu: {why}"
-    assert {step["status"] for step in list(steps.values())[2:]} == {"not begun"}

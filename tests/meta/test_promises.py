@@ -12,11 +12,12 @@ import re
 import pytest
 from places import REPOSITORY
 
-from trials.mutant_kinds import FAULTS
+from trials.mutants import read_faults
 
 FAILURES = "What happens when"  # its rows are those of README's table, each on a real engine
 # Promises that no test of `make test` holds there, each with the reason.
 MISSING: dict[str, str] = {}
+FAULTS = read_faults()
 
 
 def text_of(name: str) -> str:
@@ -73,15 +74,14 @@ def place(reference: str) -> str:
 
 
 def check_control(control: str, test: str, where: str) -> None:
-    """Another test, a deliberate fault that this test is for, or words that say what the control is."""
-    if found := re.fullmatch(r"mutant `([a-z-]+)", control):  # table() took the last backtick
-        (fault,) = [fault for fault in FAULTS if fault.name == found[1]] or [None]
-        assert fault is not None, f"there is no mutant {found[1]}"
-        assert {f"tests/{test}", f"tests/{test.partition('::')[0]}"} & {*fault.tests}, control
+    """Another test, words that say what the control is, or deliberate faults that the test notices."""
+    words, *mutants = re.split(r"`?(?:; )?mutant `([a-z-]+)`?", control)
+    for name in mutants[::2]:
+        assert name in FAULTS, f"there is no mutant {name}"
         assert where == "test", f"make mutants runs no test that is {where}"
-    elif not re.fullmatch(r"(same test|none): .*\w+ \w+.*", control):
-        assert control != test
-        assert place(control) in (where, "test"), test
+    if not re.fullmatch(r"(same test|none): .*\w+ \w+.*", words) and (words or not mutants):
+        assert words != test
+        assert place(words) in (where, "test"), test
 
 
 def check(text: str, readme: str) -> None:
@@ -124,7 +124,6 @@ DOCTORS = {
     "twice": lambda line: f"{line}\n{line}",
     "no row": lambda _: "",
     "a mutant that is not there": with_control("mutant `no-such-mutant`"),
-    "a mutant of another file": with_control("mutant `layout-uncompared`"),
     "same test, no words": with_control("same test: "),
     "no reason": with_control("none"),
     "no words": with_control("none: "),

@@ -23,7 +23,7 @@ from faults import mount as faulty_mount
 from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.limits import Limits, RootState
-from trials.shared_root_judge import maintenance_processes
+from trials.soak_judge import maintenance_processes
 
 MAX = 16 << 20
 # From the low mark of a quiet root each of three writers may come to its guard while nobody counts.

@@ -20,7 +20,7 @@ from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Limits
 from fskv.bounds.shared_files import SharedFiles
 from fskv.observe.health_file import end_health_file
-from trials.shared_root_judge import maintenance_processes
+from trials.soak_judge import maintenance_processes
 
 # An engine that may be asked to end, and takes no notice of it.
 ENGINE = """

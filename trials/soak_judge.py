@@ -1,4 +1,4 @@
-"""What trials.shared_root holds its engines against; imports nothing of fskv.
+"""What trials.soak holds its engines against; imports nothing of fskv.
 
 Draws of the workload, exact caches of the same size over the same requests, and a sampler that finds the
 files of a root by docs/format.md alone.
@@ -115,6 +115,20 @@ def capacity_for(requests: Sequence[tuple[int, int]], times: float) -> int:
     return max(1, low - 1)
 
 
+def hits(requests: Sequence[tuple[int, int]], hit_chunks: int, capacity: int) -> dict[str, float]:
+    """Return the share of chunks that were a hit, in per cent, beside those of exact caches."""
+    asked = sum(num_chunks for _, num_chunks in requests)
+    ratios = {
+        "measured": hit_chunks / max(1, asked),
+        **{
+            policy: simulate(requests, capacity, policy).ratio
+            for policy in ("lru", "fifo", "random")
+        },
+        "without a bound": simulate(requests, asked).ratio,
+    }
+    return {name: round(100 * ratio, 2) for name, ratio in ratios.items()}
+
+
 class Sampler:
     """Walks a root every `interval_s` on a thread of its own: chunk files and parts, in bytes on disk.
 
@@ -194,18 +208,6 @@ def bad_lines(log: str) -> list[str]:
             for line in file
             if any(word in line for word in _BAD_WORDS) and " WARNING " not in line
         ]
-
-
-def fskv_warnings(log: str) -> list[str]:
-    """Return the warnings of fskv in an engine's log, start-up ones included."""
-    with open(log, errors="replace") as file:
-        lines = [line.rstrip() for line in file]
-    # vLLM's loggers name the level, the maintenance process writes nothing but what is worth a line.
-    return [
-        line
-        for line in lines
-        if ("fskv" in line and "WARNING" in line) or line.startswith("fskv: maintenance")
-    ]
 
 
 def maintenance_processes(engines: Iterable[int]) -> dict[int, str]:

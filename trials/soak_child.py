@@ -1,4 +1,4 @@
-"""The child of trials.shared_root: a real vLLM engine in this process, one request after the other.
+"""The child of trials.soak: a real vLLM engine in this process, one request after the other.
 
 Before each request the engine's own cache is emptied, so that what is cached comes from fskv. The parent
 says what to do through a connection.
@@ -6,20 +6,30 @@ says what to do through a connection.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.engine_process import begin
 from benchmarks.rig import BenchmarkError
-from trials.shared_root_judge import CHUNK_TOKENS, Pool
+from trials.soak_judge import CHUNK_TOKENS, Pool
 
 MAX_MODEL_LEN = 4096
 BATCHED_TOKENS = 512  # four chunks a step
 GPU_BLOCKS = 64  # of CHUNK_TOKENS tokens: a few prompts
 NEW_TOKENS = 8
 _EMPTY_S = 30.0
+# What --break does: "kv" makes wrong KV under right checksums, "bound" gives the engines a larger one,
+# "orphans" leaves a part and a heartbeat of a living process, "engine" is an engine that fails; the others
+# leak.
+BREAKS = ("kv", "bound", "orphans", "engine", "memory", "threads", "descriptors")
+_LEAK_NBYTES = 4 << 20
+_LEAK_S = 0.25
+_METRICS_EVERY = 25  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +52,7 @@ class Record:
     idx: int
     cached_tokens: int
     seconds: float
-    longest_step_s: float
     tokens: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Run:
-    """What an engine did."""
-
-    records: list[Record]
-    seconds: float
-    waits_s: float  # until the engine's own cache could be emptied: stores held its blocks
-    metrics: list[tuple[str, dict[str, str], float]]
 
 
 class Engine:
@@ -63,7 +62,6 @@ class Engine:
 
         self._pool = setup.pool
         self._num_requests = 0
-        self._waits_s = 0.0
         transfer = None
         if setup.root is not None:
             transfer = KVTransferConfig(
@@ -95,18 +93,6 @@ class Engine:
         self._empty_cache()
         return self._generate(idx, self._pool.tokens(idx), NEW_TOKENS)
 
-    def run(self, draws: list[int], ends_at: float) -> Run:
-        """Do as many of the requests as there is time for."""
-        records = []
-        started = time.monotonic()
-        for idx in draws:
-            if time.monotonic() >= ends_at:
-                break
-            records.append(self.ask(idx))
-        seconds = time.monotonic() - started
-        self.settle()
-        return Run(records, seconds, self._waits_s, self.metrics())
-
     def settle(self) -> None:
         """Let stores end and their news arrive: a step submits what the one before it stored."""
         for _ in range(3):
@@ -124,7 +110,6 @@ class Engine:
                     f"blocks were in use for {_EMPTY_S:g} s after the last request"
                 )
             self._generate(-1, [2], 1)  # a step, which hears how stores have ended
-        self._waits_s += time.monotonic() - started
 
     def _generate(self, idx: int, prompt: list[int], max_tokens: int) -> Record:
         from vllm import SamplingParams
@@ -133,48 +118,73 @@ class Engine:
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, seed=0
         )
-        started = last = time.monotonic()
+        started = time.monotonic()
         self._engine.add_request(
             f"request-{self._num_requests}", {"prompt_token_ids": prompt}, sampling
         )
-        longest_s = 0.0
         done: Any = None
         while self._engine.has_unfinished_requests():
-            outputs = self._engine.step()
-            now = time.monotonic()
-            longest_s, last = max(longest_s, now - last), now
-            done = next((output for output in outputs if output.finished), done)
+            done = next((output for output in self._engine.step() if output.finished), done)
         if done is None:
             raise BenchmarkError(f"request {self._num_requests} ended without an output")
         return Record(
             started,
             idx,
             done.num_cached_tokens or 0,
-            last - started,
-            longest_s,
+            time.monotonic() - started,
             tuple(done.outputs[0].token_ids),
         )
 
-    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        """Return fskv's metrics: name, labels, value."""
-        return [
-            (read.name.removeprefix("vllm:"), dict(read.labels), float(read.value))
-            for read in self._llm.get_metrics()
-            if hasattr(read, "value") and ("fskv" in read.name or "external_prefix" in read.name)
-        ]
+    def counters(self) -> Counter[str]:
+        """Return what fskv has counted; with a reason, by that."""
+        found: Counter[str] = Counter()
+        for read in self._llm.get_metrics():
+            name = read.name.removeprefix("vllm:fskv_")
+            if name in {"stored_bytes", "stores_skipped", "load_failures"}:
+                labels = read.labels
+                found[f"{name} {labels['reason']}" if "reason" in labels else name] += int(
+                    read.value
+                )
+        return found
 
 
-def serve(connection: Connection, setup: Setup) -> None:
+def serve(connection: Connection, setup: Setup, broken: frozenset[str]) -> None:
     """Be the child: start the engine and do what the parent says until the connection ends."""
-    begin(setup.log, num_threads=1)  # each engine has a core
+    # By default oneDNN keeps 1024 kernels, one for each length of a prompt, a quarter of a MiB each.
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"
+    begin(setup.log, num_threads=1)
     engine = Engine(setup)
+    kept: list[object] = []
+    leaked_at = 0.0
     connection.send("ready")
     try:
         while True:
             what, *arguments = connection.recv()
-            if what == "ask":
-                connection.send([engine.ask(idx) for idx in arguments[0]])
-            else:
-                connection.send(engine.run(*arguments))
+            if what == "counters":
+                connection.send(engine.counters())
+                continue
+            if what == "settle":
+                engine.settle()
+                connection.send(None)
+                continue
+            connection.send([engine.ask(idx) for idx in arguments[0]])
+            if time.monotonic() - leaked_at > _LEAK_S:  # however fast it is, the machine has room
+                leaked_at = time.monotonic()
+                kept += _leak(broken)
+            if "engine" in broken and len(kept) > _METRICS_EVERY:
+                raise BenchmarkError("it was to fail")
+            kept.append(None)
     finally:
         engine.close()
+
+
+def _leak(broken: frozenset[str]) -> list[object]:
+    kept: list[object] = []
+    if "memory" in broken:
+        kept.append(b"x" * _LEAK_NBYTES)
+    if "threads" in broken:
+        kept.append(threading.Thread(target=threading.Event().wait, daemon=True))
+        kept[-1].start()  # type: ignore[attr-defined]
+    if "descriptors" in broken:
+        kept.append(os.open(os.devnull, os.O_RDONLY))
+    return kept
