@@ -27,6 +27,7 @@ from fskv.root.root import (
     FORMAT_FILE,
     MANIFEST_FILE,
     PART_PREFIX,
+    RATE_FILE,
     SNAPSHOT_FILE,
     TAG_FILE,
     TMP_DIR,
@@ -36,7 +37,7 @@ from .neighbours import News, is_recent, namespaces_in_use
 from .root_view import Namespace, Unlistable
 
 KNOWN_IN_ROOT = frozenset((FORMAT_FILE, TAG_FILE, SHARED_DIR))  # beside namespaces and parts
-KNOWN = frozenset((MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE))  # in a namespace
+KNOWN = frozenset((MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE, RATE_FILE))  # in a namespace
 _SHARED = frozenset((LEASE_FILE, USAGE_FILE, "removed"))  # beside heartbeats and parts
 # Made by mkfs, by snapshotting servers and by NFS clients: neither ours nor anybody's.
 _BENIGN = re.compile(r"(lost\+found|\.snapshots?|\.zfs)\Z|\.nfs")

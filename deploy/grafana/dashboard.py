@@ -246,7 +246,7 @@ ROWS: dict[str, list[Json]] = {
         Graph(
             "Loaded, declined and cut hits",
             "short",
-            "What was found and not loaded, because recomputing it was predicted to be faster "
+            "What was found and not loaded, because a load before it was slower than a recompute "
             "(load_budget).",
         ).of(
             (f"{CHILD} tokens declined/s", rate("declined_tokens")),

@@ -282,5 +282,5 @@ def test_fields_and_settings_are_those_of_this_vllm():
     assert fields == FIELDS
     of_vllm = {each.name for each in dataclasses.fields(EngineArgs)}
     # Of the environment, of fskv, of releases before 0.32.
-    elsewhere = {"VLLM_PLUGINS", "hybrid_chunk_size", "calculate_kv_scales"}
+    elsewhere = {"VLLM_PLUGINS", "hybrid_chunk_size", "max_bytes", "calculate_kv_scales"}
     assert set(SETTINGS) - of_vllm - FIELDS == elsewhere

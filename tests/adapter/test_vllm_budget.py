@@ -47,14 +47,18 @@ def told(seconds, *, failed=False, late=False):
 class Engine:
     """A budget and the engine around it."""
 
-    def __init__(self, *, num_ranks=1, **options):
+    def __init__(self, *, num_ranks=1, past=None, **options):
+        """`past` is the prefill rate that an earlier engine has left in the root."""
         from fskv.engines.vllm.budget import LoadBudget
 
         self.clock = Clock()
+        self.left = []
         manager = SimpleNamespace(
             config=StoreConfig.from_mapping({"root": "/kv", "load_budget": "on", **options}),
             workers=[None] * num_ranks,
             was_asked=lambda req_id: not req_id.startswith("unasked"),
+            past_prefill_per_s=past,
+            leave_prefill_rate=self.left.append,
         )
         self.budget = LoadBudget(manager)
         self.budget._clock = self.clock
@@ -137,6 +141,29 @@ def test_what_a_load_brought_and_saved_is_counted(failed):
     assert engine.counted(metrics.LOADED_TOKENS) == FOUND * (not failed)
     assert (engine.counted(metrics.SAVED_SECONDS) > 1.0) is not failed
     assert engine.budget.saved_known is not failed
+
+
+@pytest.mark.parametrize("past", [100.0, None])
+def test_the_first_hit_after_a_start_says_what_it_saved_by_the_rate_of_the_last_engine(past):
+    """The control: no engine has left a rate. That of the last one gives no load up."""
+    engine = Engine(past=past)
+    job, allowed_s = engine.admit(engine.request("a"), FOUND)
+    engine.end(job, 0.5)
+    assert engine.counted(metrics.SAVED_SECONDS) == (FOUND / 100.0 - 0.5 if past else 0)
+    assert engine.budget.saved_known is (past is not None)
+    assert allowed_s == math.inf
+
+
+def test_a_measured_rate_is_left_and_counts_more_than_that_of_the_last_engine():
+    engine = Engine(past=1.0)
+    engine.budget.get_stats()
+    assert engine.left == []
+    engine.compute("a", 10.0)
+    engine.budget.get_stats()
+    assert engine.left == [pytest.approx(PROMPT / 10.0, rel=0.1)]
+    job, _ = engine.admit(engine.request("b"), FOUND)
+    engine.end(job, 0.5)
+    assert engine.counted(metrics.SAVED_SECONDS) == pytest.approx(FOUND / 100.0 - 0.5, rel=0.1)
 
 
 def after_a_tail():

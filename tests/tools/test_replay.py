@@ -181,7 +181,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_in_one_sentence(path, tmp_path, 
         (b"", [], "found no request"),
         (b'{"timestamp": 1, "hash_ids": []}', [], "found no block"),
         (GOOD + b"x", [], "line 2: not JSON"),
-        (GOOD, ["--sizes", "1GB"], "did you mean 1GiB?"),
+        (GOOD, ["--sizes", "1G"], "did you mean 1GiB?"),
         (GOOD, ["--bytes-per-token", "0"], "--bytes-per-token"),
     ],
 )

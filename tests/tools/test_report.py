@@ -358,7 +358,7 @@ def test_text_can_be_read_and_marks_be_seen_in_light_and_dark(lab, tmp_path):
 
 
 def shards(count, per_shard=250):
-    def made(self, start):
+    def made(self):
         for idx in range(count):
             records = np.zeros(per_shard, RECORD)
             records["group"] = np.arange(per_shard)

@@ -22,9 +22,6 @@ def space(subject: Subject) -> Iterator[Finding]:
     found = Space.of(subject.path)
     most = min((one.max_nbytes for one in subject.told if one.max_nbytes is not None), default=None)
     yield from _ceph_quota(subject.path, most)
-    if any(limits != subject.told[0] for limits in subject.told):
-        text = "the stores on this root have different bounds; the tightest hold for all"
-        yield hint("bounds", text, "meant to? else give all of them the same")
     nbytes, whose = _largest_chunk(subject.path)
     if not found.total_nbytes:
         advice = "keep_free keeps nothing free there; set max_bytes"

@@ -147,9 +147,9 @@ class LoadBudget:
             self._num_to_decline = 0
             self._counters.add(metrics.LOADED_REQUESTS)
             self._counters.add(metrics.LOADED_TOKENS, load.tokens)
-            if (recompute_s := self.recompute_s(load.tokens)) is not None:
+            if per_s := self.prefill_per_s or self._manager.past_prefill_per_s:
                 self.saved_known = True
-                saved_s = recompute_s - max(result.seconds for result in load.told)
+                saved_s = load.tokens / per_s - max(result.seconds for result in load.told)
                 self._counters.add(metrics.SAVED_SECONDS, saved_s)
 
     def reset(self) -> None:
@@ -161,6 +161,8 @@ class LoadBudget:
             metrics.PENDING_LOADS: float(len(self._loads)),
             metrics.PREFILL_RATE: self.prefill_per_s,
         }
+        if per_s := self.prefill_per_s:
+            self._manager.leave_prefill_rate(per_s)
         news = {one: rate for one, rate in now.items() if rate not in (None, self._shown.get(one))}
         self._shown |= news
         return to_stats(self._counters.drain(), news)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -43,6 +45,7 @@ from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
+from fskv.root.prefill_rate import write_prefill_rate
 from fskv.root.root import NamespaceDir, read_manifest
 from fskv.types import ChunkId, Presence, Status
 
@@ -56,6 +59,8 @@ PREFIX_CACHING_OFF = (
 # An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
 _EVENTS_LINGER_S = 2.0
 _MOST_APART = 3  # differences of two ranks that are named
+_RATE_S = 60.0  # between two writes of the prefill rate,
+_RATE_OFF = 1.1  # which has changed by this factor
 
 _RESULTS = {
     Presence.HIT: LookupResult.HIT,
@@ -106,6 +111,7 @@ class FskvHandshake:
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
+    prefill_per_s: float | None = None  # tokens, as an engine has left it in the namespace
     rests: str | None = None  # why the worker neither stores nor loads; nothing else counts then
 
     @classmethod
@@ -173,6 +179,9 @@ class FskvManager(OffloadingManager):
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._watch = Watch(config, self.chunks, engine_rank)
         self.locality: Locality | None = None  # of the root, as routers and requests name it
+        self.past_prefill_per_s: float | None = None  # of an engine before this one
+        self._rate_left: float | None = None
+        self._leave_rate_at = -math.inf
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -206,6 +215,7 @@ class FskvManager(OffloadingManager):
             for rank in worker.file_ranks
         }
         self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
+        self.past_prefill_per_s = first.prefill_per_s
         self.chunks.attach(
             list(files.values()),
             num_movers=len(workers),
@@ -234,6 +244,21 @@ class FskvManager(OffloadingManager):
         self._states.say(
             "kv_unknown" if unknown else "prefix_caching_off", logging.WARNING, reason=reason
         )
+
+    def leave_prefill_rate(self, per_s: float) -> None:
+        """Leave the measured rate to later engines, once a minute at most, on a thread of its own."""
+        now, left = time.monotonic(), self._rate_left
+        is_new = left is None or not left / _RATE_OFF < per_s < left * _RATE_OFF
+        if not is_new or now < self._leave_rate_at or not self.workers or not self.config.store:
+            return
+        self._rate_left, self._leave_rate_at = per_s, now + _RATE_S
+        directory = replace(self.workers[0].directory, root=self.config.root)
+
+        def leave() -> None:
+            with suppress(OSError):
+                write_prefill_rate(directory, per_s)
+
+        threading.Thread(target=leave, name="fskv-rate", daemon=True).start()
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.
@@ -319,10 +344,10 @@ class FskvManager(OffloadingManager):
 
         `groups`: see _Prefix. Only the first call for a request counts.
         """
-        most = self._most_tokens.get(req_id, num_tokens)
+        most = self._most_tokens.get(req_id, math.inf)
         if self._is_on and most and req_id not in self._prefixes:
             prefix = self._prefixes[req_id] = _Prefix(groups)
-            self._begin_use(prefix, min(num_tokens, most))
+            self._begin_use(prefix, int(min(num_tokens, most)))
 
     def _begin_use(self, prefix: _Prefix, num_tokens: int) -> None:
         size, keys = prefix.groups[0]

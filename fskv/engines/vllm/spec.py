@@ -34,7 +34,8 @@ from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 from fskv.namespace import Identity, Json
 from fskv.root.neighbours import beside
-from fskv.root.root import Root
+from fskv.root.prefill_rate import read_prefill_rate
+from fskv.root.root import NamespaceDir, Root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,8 +178,13 @@ def open_worker(
     **options: Any,
 ) -> _Worker:
     """Open the namespace and start the I/O; `options` are those of FskvWorker. Raises FskvError."""
-    directory, others = call_with_deadline(
-        lambda: (Root.of(config).open_namespace(identity), beside(config.root, identity)),
+
+    def open_namespace() -> tuple[NamespaceDir, str, float | None]:
+        directory = Root.of(config).open_namespace(identity)
+        return directory, beside(config.root, identity), read_prefill_rate(directory)
+
+    directory, others, prefill_per_s = call_with_deadline(
+        open_namespace,
         START_UP_S,
         f"option 'root': {config.root} did not answer",
     )
@@ -195,7 +201,7 @@ def open_worker(
     )
     if others and options["rank"] == 0:
         logger.info("fskv: %s", others)
-    return kind(
+    worker = kind(
         config,
         groups,
         files,
@@ -203,6 +209,8 @@ def open_worker(
         restore=lambda: Root.of(config, create=False).open_namespace(identity),
         **options,
     )
+    worker.handshake.prefill_per_s = prefill_per_s
+    return worker
 
 
 def prepare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, announce: bool) -> Setup:
