@@ -63,6 +63,8 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     assert shared.cold["tokens"] == shared.main_tokens
     assert lab.counter(shared.cold_metrics, "stored_chunks") == len(shared.stored) > 0
     lab.assert_sound(shared.root)
+    (rate,) = pathlib.Path(shared.root).glob("*/*@*/prefill_rate.txt")
+    assert float(rate.read_text()) > 0
 
     # A new process loads; then every group's payload is zeroed in turn, under valid checksums: the
     # negative control without which identical tokens prove nothing.
