@@ -1,6 +1,6 @@
 """Does a test notice when a safety check is gone? Deliberate faults, one after the other.
 
-`mutants.diff` holds the faults. The tests of a fault are in tests/README.md, in the rows with `mutant NAME`.
+`mutants.diff` holds the faults. The tests of a fault are in tests/promises.tsv, in the rows with `mutant NAME`.
 All of them run on an unchanged copy of the tree first. Then each fault is made in a copy of its own, and its
 tests run until one fails.
 
@@ -29,11 +29,11 @@ from benchmarks.report import command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _FAULTS = "trials/mutants.diff"
-_PROMISES = "tests/README.md"
+_PROMISES = "tests/promises.tsv"
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".cache", ".*_cache", "__pycache__")
 _BUILD = "import sys; from benchmarks.gpu.extension import build; sys.exit(build())"
 _WHERE = "import fskv, fskv_tools; print(fskv.__file__, fskv_tools.__file__)"
-_TEST = re.compile(r"`(\w+/test_\w+[.]py::\w+)`")
+_TEST = re.compile(r"\t(\w+/test_\w+[.]py::\w+)\t")
 _LIMIT_S = 1800.0  # of one run of tests; it is over long before
 
 

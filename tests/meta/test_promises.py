@@ -1,4 +1,4 @@
-"""The table of promises in tests/README.md: each test and control exists, and runs where the table says.
+"""The table of promises, tests/promises.tsv: each test and control exists, and runs where the table says.
 
 Test files are read, not imported. Every check takes the texts, so that each can be shown to fail.
 """
@@ -85,56 +85,54 @@ def check_control(control: str, test: str, where: str) -> None:
 
 
 def check(text: str, readme: str) -> None:
-    _, *parts = re.split(r"^### (.+)$", text, flags=re.MULTILINE)
-    sections = {
-        title: table(body, "| promise | test | control | where |")
-        for title, body in zip(parts[::2], parts[1::2], strict=True)
-    }
-    rows = [row for section in sections.values() for row in section]
-    assert len({promise for promise, *_ in rows}) == len(rows), "a promise is there twice"
-    for promise, test, control, where in rows:
+    header, *lines = text.splitlines()
+    assert header == "section\tpromise\ttest\tcontrol\twhere"
+    rows = [line.split("\t") for line in lines]
+    assert len({promise for _, promise, *_ in rows}) == len(rows), "a promise is there twice"
+    for _, promise, test, control, where in rows:
         if test == "MISSING":
             assert (control, where) == ("none", "-"), promise
             continue
         assert place(test) == where, promise
         check_control(control, test, where)
-    assert {promise for promise, test, *_ in rows if test == "MISSING"} == MISSING.keys()
-    failures = table(readme, "| the disk | what fskv does | what you see |")
-    assert [row[0] for row in sections[FAILURES]] == [row[0] for row in failures]
-    for promise, test, _, where in sections[FAILURES]:
+    assert {promise for _, promise, test, *_ in rows if test == "MISSING"} == MISSING.keys()
+    of_readme = table(readme, "| the disk | what fskv does | what you see |")
+    failures = [row for row in rows if row[0] == FAILURES]
+    assert [row[1] for row in failures] == [row[0] for row in of_readme]
+    for _, promise, test, _, where in failures:
         assert test == "MISSING" or (test.startswith("engines/") and where == "test"), promise
 
 
 def test_every_promise_has_a_test_that_exists_and_runs_where_the_table_says():
-    check(text_of("tests/README.md"), text_of("README.md"))
+    check(text_of("tests/promises.tsv"), text_of("README.md"))
 
 
 def with_control(text: str):
-    return lambda line: line.replace(line.split(" | ")[2], text)
+    return lambda line: line.replace(line.split("\t")[3], text)
 
 
 DOCTORS = {
     "a test's name": lambda line: line.replace("::test_", "::test_no_", 1),
     "a control's name": lambda line: "::test_no_".join(line.rsplit("::test_", 1)),
     "a file's name": lambda line: line.replace("engines/", "engines/test_no_", 1),
-    "a place": lambda line: line.replace("| test |", "| slow |"),
-    "a promise": lambda line: line.replace("| ", "| sometimes ", 1),
-    "no engine": lambda line: re.sub(r"`engines/.*?`", line.split("`")[-2], line, count=1),
-    "nothing": lambda line: re.sub(r"`.*`", "MISSING | none", line).replace("| test |", "| - |"),
+    "a place": lambda line: line.replace("\ttest", "\tslow"),
+    "a promise": lambda line: line.replace("\t", "\tsometimes ", 1),
+    "no engine": lambda line: line.replace(line.split("\t")[2], line.split("\t")[3]),
+    "nothing": lambda line: "\t".join([*line.split("\t")[:2], "MISSING", "none", "-"]),
     "twice": lambda line: f"{line}\n{line}",
     "no row": lambda _: "",
     "a mutant that is not there": with_control("mutant `no-such-mutant`"),
     "same test, no words": with_control("same test: "),
     "no reason": with_control("none"),
     "no words": with_control("none: "),
-    "the test itself": lambda line: line.replace(line.split(" | ")[2], line.split(" | ")[1]),
+    "the test itself": lambda line: line.replace(line.split("\t")[3], line.split("\t")[2]),
 }
 
 
 @pytest.mark.parametrize("how", DOCTORS)
 def test_negative_control_a_doctored_table_fails(how):
-    text = text_of("tests/README.md")
-    (line,) = re.findall(r"^\| is full.*$", text, re.MULTILINE)
+    text = text_of("tests/promises.tsv")
+    (line,) = re.findall(r"^.*\tis full.*$", text, re.MULTILINE)
     changed = DOCTORS[how](line)
     assert changed != line
     with pytest.raises(AssertionError):
@@ -145,7 +143,7 @@ def test_negative_control_a_new_row_of_the_readme_needs_a_promise():
     readme, row = text_of("README.md"), "\n| is missing at start |"
     assert readme.count(row) == 1
     with pytest.raises(AssertionError):
-        check(text_of("tests/README.md"), readme.replace(row, f"\n| is on fire | a | b |{row}"))
+        check(text_of("tests/promises.tsv"), readme.replace(row, f"\n| is on fire | a | b |{row}"))
 
 
 SLOW = "pytest.param(2, marks=pytest.mark.slow)"
