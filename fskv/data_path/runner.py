@@ -329,7 +329,7 @@ class JobRunner(Generic[SlotT]):
     def shutdown(self, timeout_s: float) -> int:
         """Give stores `timeout_s` to finish, then leave. Hung threads are never waited for.
 
-        Returns how many stores are left without an outcome: threads that hang have them.
+        Returns how many stores are left without an outcome.
         """
         end = self._clock() + timeout_s
         while self._clock() < end:
@@ -342,6 +342,7 @@ class JobRunner(Generic[SlotT]):
             self._abandon(job, Status.SKIPPED)
         self._pool.close(_END_S)
         self._readiness.close(_END_S)
+        self._collect()
         return sum(task.stage is not Stage.ENDED for task in self._open_stores)
 
     # --- what became of files -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from fskv.root.files import publishing, read_small
 from fskv.root.root import RATE_FILE, NamespaceDir
 
 _MAX_NBYTES = 64
-_MOST_PER_S = 1e9
+_LEAST_PER_S, _MOST_PER_S = 0.1, 1e7  # what an engine can have measured
 
 
 def read_prefill_rate(directory: NamespaceDir) -> float | None:
@@ -23,7 +23,7 @@ def read_prefill_rate(directory: NamespaceDir) -> float | None:
         rate = float(read_small(f"{directory.path}/{RATE_FILE}", _MAX_NBYTES))
     except (OSError, ValueError):
         return None
-    return rate if 0 < rate < _MOST_PER_S else None
+    return rate if _LEAST_PER_S <= rate <= _MOST_PER_S else None
 
 
 def write_prefill_rate(directory: NamespaceDir, rate: float) -> None:

@@ -139,9 +139,9 @@ def manager(tmp_path, **options):
     return FskvManager(StoreConfig.from_mapping(options), 2)
 
 
-def handshake(rank, rests=None):
+def handshake(rank, rests=None, root="/nowhere"):
     if rests:
-        return FskvHandshake.resting(rank, 2, rests)
+        return FskvHandshake.resting(rank, 2, root, rests)
     return FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
 
 
@@ -195,6 +195,17 @@ def test_one_rank_that_rests_is_enough_for_all(resting, tmp_path, caplog, monkey
         made.shutdown()
 
 
+def test_a_child_of_another_root_that_rests_turns_this_one_not_off(tmp_path, monkeypatch):
+    """The control is above: of this root it does."""
+    made = manager(tmp_path)
+    try:
+        others = [handshake(rank, REASON, root="/elsewhere") for rank in (0, 1)]
+        tell(monkeypatch, scheduler_side(made), *others, handshake(0), handshake(1))
+        assert not made.chunks.stopped
+    finally:
+        made.shutdown()
+
+
 # --- a worker -----------------------------------------------------------------------------------
 
 
@@ -207,6 +218,7 @@ class Worker:
         spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
         spec.config = SimpleNamespace(parallel=SimpleNamespace(rank=1, world_size=2))
         spec.worker, spec.has_begun = None, False
+        spec._setup = SimpleNamespace(config=SimpleNamespace(root="/nowhere"))
         spec.get_worker = get_worker
         cache = kv.Cache("full", "LBHNC")
         half = object.__new__(kv.offloading.OffloadingConnectorWorker)
@@ -362,7 +374,8 @@ def test_such_a_worker_is_heard_by_a_scheduler_that_knows_its_kind(tmp_path, mon
     """With pipeline stages, or layers that vLLM's scheduler is not shown, workers may know better."""
     worker = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
     made = manager(tmp_path)
-    tell(monkeypatch, scheduler_side(made), worker.handshake, handshake(1))
+    root = str(tmp_path / "kv")
+    tell(monkeypatch, scheduler_side(made, root), worker.handshake, handshake(1, root=root))
     assert made.prepare_store([KEY], ReqContext("r")).keys_to_store == []
     made.shutdown()
 

@@ -666,7 +666,7 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     answers = [(RestError, "KV layer l.7: nobody knows"), (ConfigError, "found 1, expected 2")]
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
     monkeypatch.setattr(workers, "executor", lambda: executor)
-    media = SimpleNamespace(language_model_only=True)
+    media = SimpleNamespace(language_model_only=True, enable_mm_embeds=False)
     model = SimpleNamespace(multimodal_config=media)
     executor.vllm_config = SimpleNamespace(model_config=model)
     spec = SimpleNamespace(config=SimpleNamespace(engine_id="e"))
@@ -675,9 +675,10 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
     answers.reverse()
     with pytest.raises(ConfigError, match="expected 2"):  # the control: a setting is refused
         workers.ask_workers(spec, SimpleNamespace(trust=()), 0, "")
-    media.language_model_only = False
-    with pytest.raises(ConfigError, match="a model that takes media"):
-        workers.ask_workers(spec, SimpleNamespace(trust=("media",)), 0, "")
+    for only, embeds in ((False, False), (True, True)):  # embeddings come in with limits of 0, too
+        media.language_model_only, media.enable_mm_embeds = only, embeds
+        with pytest.raises(ConfigError, match="a model that takes media"):
+            workers.ask_workers(spec, SimpleNamespace(trust=("media",)), 0, "")
 
     def find():
         raise RestError("KV layer l.7: nobody knows")

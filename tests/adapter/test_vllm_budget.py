@@ -166,6 +166,51 @@ def test_a_measured_rate_is_left_and_counts_more_than_that_of_the_last_engine():
     assert engine.counted(metrics.SAVED_SECONDS) == pytest.approx(FOUND / 100.0 - 0.5, rel=0.1)
 
 
+def test_a_rate_that_nobody_can_write_down_ends_no_engine_and_makes_no_second_thread(
+    tmp_path, monkeypatch
+):
+    """A hung mount costs one thread. The control: where it answers the rate is written."""
+    import threading
+
+    from fskv.engines.vllm import manager as module
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.root.prefill_rate import read_prefill_rate
+    from fskv.root.root import Root
+
+    directory = Root.open(str(tmp_path), create=True).open_namespace(world.make_identity())
+    config = StoreConfig.from_mapping({"root": str(tmp_path), "maintenance": "off"})
+    made, hung, calls = FskvManager(config, 2), threading.Event(), []
+    made.set_workers(
+        [FskvHandshake(0, 1, 2, directory.path, directory.digest, 0o700, 0o600, {0: 4096})]
+    )
+    clock = Clock()
+    monkeypatch.setattr(module.time, "monotonic", clock)
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            made.leave_prefill_rate(10.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                module, "write_prefill_rate", lambda *what: calls.append(what) or hung.wait(60)
+            )
+            for per_s in (100.0, 200.0, 400.0):
+                clock.advance(100)
+                made.leave_prefill_rate(per_s)
+            world.wait_for(lambda: len(calls) == 1)
+        hung.set()
+        made._leaver.join(60)
+        clock.advance(100)
+        made.leave_prefill_rate(800.0)
+        world.wait_for(lambda: read_prefill_rate(directory) == 800.0)
+    finally:
+        hung.set()
+        made.shutdown()
+
+
 def after_a_tail():
     """An engine that has loaded most of a prompt and computed its last 17 tokens, in a slow first step."""
     engine = Engine()

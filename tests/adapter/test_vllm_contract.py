@@ -281,6 +281,43 @@ def test_where_vllm_puts_its_own_connector_in_the_place_of_another_is_as_the_plu
     assert hasattr(VllmConfig._post_init_kv_transfer_config, "by_fskv")
 
 
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("connector", "extra", "alone"),
+    [
+        ("FskvConnector", {}, True),
+        ("OffloadingConnector", {"secondary_tiers": [{"type": "FskvTier"}]}, True),
+        ("OffloadingConnector", {"secondary_tiers": [{"type": "FskvTier"}, {"type": "fs"}]}, False),
+        ("MultiConnector", {"connectors": []}, False),
+    ],
+)
+def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_their_kv(
+    connector, extra, alone, written
+):
+    """The control: beside what brings KV from elsewhere vLLM's own answer stays."""
+    from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    from fskv.engines.vllm import plugin
+
+    plugin._keep_embeddings_out()
+    called = inspect.getsource(VllmConfig.__post_init__)
+    assert "self._resolve_mm_embedding_inputs()" in called
+    media = SimpleNamespace(enable_mm_embeds=written, allow_missing_mm_embeddings=False)
+    transfer = KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        ec_transfer_config=None,
+        kv_transfer_config=transfer,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)
+    assert media.allow_missing_mm_embeddings is not alone
+    assert media.enable_mm_embeds is (written if alone else True)
+
+
 def test_ranks_that_derive_different_namespaces_are_refused_at_start():
     from dataclasses import replace
 

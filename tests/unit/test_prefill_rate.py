@@ -28,7 +28,8 @@ def test_the_last_rate_is_read_by_the_next_engine(directory):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"nan", b"inf", b"-5", b"0", b"1e12", b"fast", b"\xff\xfe", b"1" * 65]
+    "content",
+    [b"", b"nan", b"inf", b"-5", b"0", b"5e-324", b"1e12", b"fast", b"\xff\xfe", b"1" * 65],
 )
 def test_what_is_no_rate_is_none(directory, content):
     pathlib.Path(directory.path, RATE_FILE).write_bytes(content)

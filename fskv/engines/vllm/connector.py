@@ -295,12 +295,11 @@ class FskvConnector(OffloadingConnector):
         if self._manager.chunks.stopped:
             return  # the scheduler does not know its KV, whatever its workers know
         try:
-            workers = handshakes_of_workers()
+            root, told = self._setup.config.root, handshakes_of_workers()
+            workers = [worker for worker in told if _is_inside(worker.namespace_path, root)]
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.turn_off(rests[0], unknown=True)
                 return
-            root = self._setup.config.root
-            workers = [worker for worker in workers if _is_inside(worker.namespace_path, root)]
             self._manager.set_workers(workers)
             if not all(
                 (reuses_kv(self._setup.vllm_config), *(worker.prefix_caching for worker in workers))

@@ -115,9 +115,9 @@ class FskvHandshake:
     rests: str | None = None  # why the worker neither stores nor loads; nothing else counts then
 
     @classmethod
-    def resting(cls, rank: int, world_size: int, reason: str) -> FskvHandshake:
-        """Return what a worker tells that does not know its KV."""
-        return cls(rank, world_size, 0, "", b"", 0, 0, {}, rests=reason)
+    def resting(cls, rank: int, world_size: int, root: str, reason: str) -> FskvHandshake:
+        """Return what a worker tells that does not know its KV; its namespace's path is the root's."""
+        return cls(rank, world_size, 0, root, b"", 0, 0, {}, rests=reason)
 
     @property
     def file_ranks(self) -> tuple[int | None, ...]:
@@ -181,6 +181,7 @@ class FskvManager(OffloadingManager):
         self.locality: Locality | None = None  # of the root, as routers and requests name it
         self.past_prefill_per_s: float | None = None  # of an engine before this one
         self._rate_left: float | None = None
+        self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
 
     # --- start-up and news from the workers -------------------------------------------------
@@ -249,16 +250,21 @@ class FskvManager(OffloadingManager):
         """Leave the measured rate to later engines, once a minute at most, on a thread of its own."""
         now, left = time.monotonic(), self._rate_left
         is_new = left is None or not left / _RATE_OFF < per_s < left * _RATE_OFF
-        if not is_new or now < self._leave_rate_at or not self.workers or not self.config.store:
+        if not is_new or now < self._leave_rate_at or not self._is_on or not self.config.store:
             return
-        self._rate_left, self._leave_rate_at = per_s, now + _RATE_S
+        self._leave_rate_at = now + _RATE_S
+        if self._leaver is not None and self._leaver.is_alive():
+            return  # the mount hangs
         directory = replace(self.workers[0].directory, root=self.config.root)
 
         def leave() -> None:
             with suppress(OSError):
                 write_prefill_rate(directory, per_s)
+                self._rate_left = per_s
 
-        threading.Thread(target=leave, name="fskv-rate", daemon=True).start()
+        self._leaver = threading.Thread(target=leave, name="fskv-rate", daemon=True)
+        with suppress(RuntimeError):  # no thread can be had
+            self._leaver.start()
 
     def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
         """Neither load nor store from now on, unless the weights are vouched for: None asks the option.

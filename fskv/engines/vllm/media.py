@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def takes_media(vllm_config: VllmConfig) -> bool:
     """Whether a request of this engine can have media."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
-    return media is not None and not getattr(media, "language_model_only", False)
+    # Embeddings of media come in also where the limits of all media are 0.
+    has_none = getattr(media, "language_model_only", False) is True
+    return media is not None and not (has_none and media.enable_mm_embeds is False)
 
 
 def named_tokens(

@@ -9,7 +9,10 @@ import contextlib
 import functools
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _CONNECTORS = {
     "FskvConnector": "fskv.engines.vllm.connector",
@@ -24,6 +27,7 @@ def register() -> None:
 
     watch_workers()
     _watch_replacements()
+    _keep_embeddings_out()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, registering a name twice raises, and its own loader checks
@@ -67,6 +71,43 @@ def _watch_replacements() -> None:
 
     checked.by_fskv = True  # type: ignore[attr-defined]
     VllmConfig._post_init_kv_transfer_config = checked  # noqa: SLF001
+
+
+def _keep_embeddings_out() -> None:
+    """Leave `--enable-mm-embeds` as the user has it where fskv alone brings KV.
+
+    VLLM turns it on for each engine that consumes KV, and takes embeddings without their tensor: another
+    engine is to bring the KV that was computed from them. From fskv none comes, and such a request ends vLLM.
+    """
+    from vllm.config import VllmConfig
+
+    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
+    if resolve is None or hasattr(resolve, "by_fskv"):
+        return
+
+    @functools.wraps(resolve)
+    def resolved(self: VllmConfig) -> None:
+        media = getattr(self.model_config, "multimodal_config", None)
+        written = getattr(media, "enable_mm_embeds", False)
+        resolve(self)
+        if media is not None and self.ec_transfer_config is None and _is_alone(self):
+            media.enable_mm_embeds = written
+            media.allow_missing_mm_embeddings = False
+
+    resolved.by_fskv = True  # type: ignore[attr-defined]
+    VllmConfig._resolve_mm_embedding_inputs = resolved  # noqa: SLF001
+
+
+def _is_alone(config: VllmConfig) -> bool:
+    """Whether the engine's KV comes from fskv and from nowhere else but itself."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return False
+    if transfer.kv_connector == "FskvConnector":
+        return True
+    tiers = transfer.kv_connector_extra_config.get("secondary_tiers")
+    kinds = [tier.get("type") for tier in tiers or () if isinstance(tier, dict)]
+    return transfer.kv_connector == "OffloadingConnector" and kinds == ["FskvTier"]
 
 
 def _log_with_vllm() -> None:

@@ -118,7 +118,8 @@ class FskvOffloadingSpec(OffloadingSpec):
     def get_resting_worker(self, reason: str) -> RestingWorker:
         """Return what stands for the worker where `get_worker` has raised RestError, or was not asked."""
         parallel = self.config.parallel
-        handshake = FskvHandshake.resting(parallel.rank, parallel.world_size, reason)
+        root = self._setup.config.root
+        handshake = FskvHandshake.resting(parallel.rank, parallel.world_size, root, reason)
         self.worker = resting = RestingWorker(handshake)
         return resting
 

@@ -150,7 +150,7 @@ class FskvTier(SecondaryTierManager):
         try:
             found = ask_workers(spec, config, self.block_size_bytes, mark)
         except RestError as error:
-            self._worker = RestingWorker(FskvHandshake.resting(0, 1, str(error)))
+            self._worker = RestingWorker(FskvHandshake.resting(0, 1, "", str(error)))
             self._manager = FskvManager(config, 1, engine_rank=rank)
             self._manager.turn_off(str(error), unknown=True)
             return

@@ -73,7 +73,7 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
     if takes_media(engine.vllm_config):
         raise ConfigError(
             "FskvTier with a model that takes media: vLLM does not tell a tier which requests have some "
-            "(FskvConnector leaves them out); expected --language-model-only"
+            "(FskvConnector leaves them out); expected --language-model-only without --enable-mm-embeds"
         )
     answers = engine.collective_rpc(
         report, timeout=_ANSWER_S, args=(spec.config.engine_id, config, mark)
