@@ -55,7 +55,7 @@ COMMANDS = (
     Entry("rm", BOUND, "Remove namespaces or chunks."),
     Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
-    Entry("explain", TRUST, "Say why a prompt or a key would hit or miss."),
+    Entry("explain", TRUST, "Say why a prompt would hit or miss."),
     Entry("plan", MEASURE, "Plan chunks, disk and load time from a model's config.json."),
     Entry("bench", MEASURE, "Measure a mount: how fast is it, and which options suit it?"),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit at which size?"),

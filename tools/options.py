@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,13 @@ import typer
 
 if TYPE_CHECKING:
     from .root_view import Namespace
+
+
+def seconds(value: float) -> float:
+    """Return it; typer's own ranges let a NaN pass."""
+    if math.isnan(value):
+        raise typer.BadParameter("nan is no number of seconds")
+    return value
 
 
 def _namespaces_of(ctx: Any) -> list[Namespace]:

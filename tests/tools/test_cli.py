@@ -450,6 +450,13 @@ def test_a_model_may_be_named_as_the_engine_was_given_it(lab):
     assert run("ls", "org/smaller", root=lab.path).exit_code == 2
 
 
+@pytest.mark.parametrize("words", [("doctor", "--timeout"), ("top", "--once", "--interval")])
+def test_no_number_of_seconds_is_a_usage_error(lab, words):
+    for text in ("nan", "-nan", "inf", "-5"):
+        done = run(*words, text, root=lab.path)
+        assert (done.exit_code, "Traceback" in done.stderr) == (2, False), text
+
+
 def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
     assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2
 

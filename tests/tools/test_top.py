@@ -560,6 +560,11 @@ def test_what_matters_most_is_on_each_screen_and_what_is_left_out_is_counted(wid
     assert all(one.namespace in whole for one in busy().survey.namespaces)
     why = " ".join(text_of(frame.draw(busy(), width), width).replace("│", " ").split())
     assert why.count("within 5 s") >= 9 or width == 60  # why there are no numbers is not cut
+    quiet = busy()
+    quiet.survey.engines.clear()
+    shown = text_of(frame.draw(quiet, width, rest=False), width)
+    assert "no engine has a heartbeat here" in shown
+    assert "Namespaces" in shown
 
 
 def test_once_without_a_terminal_is_plain_and_shows_everything(lab):
@@ -636,7 +641,9 @@ class Terminal:
     ("end", "code"), [("q", 0), ("Ctrl-C", 130), ("SIGTERM", 143), ("SIGHUP", 129)]
 )
 def test_however_it_ends_the_terminal_is_as_it_was(lab, end, code):
-    lab.chunks(lab.namespace(), range(3))
+    where = lab.namespace()
+    lab.chunks(where, range(3))
+    Neighbours(lab, where)
     terminal = Terminal(lab)
     terminal.read_until(b"details")
     assert b"\x1b[?1049h" in terminal.seen  # the alternate screen

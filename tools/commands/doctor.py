@@ -15,7 +15,7 @@ from ..doctor.configured import Configured, read
 from ..doctor.finding import Finding, Level, Subject
 from ..doctor.rounds import of_machine, of_root
 from ..exits import Exit, UsageError
-from ..options import JsonOption, root_option
+from ..options import JsonOption, root_option, seconds
 from ..terminal import emit, new_table, plain, print_table, say
 
 LINES = {
@@ -49,7 +49,8 @@ def command(
         root_option("The cache root, or a directory that is to be one. Default: only the machine."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds that each check may take.")
+        float,
+        typer.Option(min=0.1, max=600, callback=seconds, help="Seconds that each check may take."),
     ] = 10.0,
     no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
     config: Annotated[

@@ -36,7 +36,8 @@ LINES = {
         "kv_cache_dtype": "of the KV, as vLLM names it",
         "blocks_per_chunk": "blocks of a chunk",
         "max_model_len": "of the engine; null where a namespace does not say it",
-        "kv_nbytes_per_token": "KV of a token, on all ranks; states are not in it",
+        "kv_nbytes_per_token": "KV of a token in all layers, on all ranks; states are not in it",
+        "disk_nbytes_per_token": "what a prompt leaves on disk, by its tokens",
         "prompt_tokens": "tokens of the prompt that the following is about",
         "prompt_files": "files that it leaves on disk at most",
         "prompt_nbytes": "their bytes",
@@ -139,6 +140,7 @@ def command(
         "prompt_tokens": length,
         "prompt_files": files,
         "prompt_nbytes": nbytes,
+        "disk_nbytes_per_token": round(nbytes / length, 3) if length else 0.0,
         "hit_tokens": hit_tokens,
         "hit_files": hit_files,
         "hit_nbytes": hit_nbytes,
@@ -184,13 +186,19 @@ def _print(engine: Engine, facts: dict[str, Any]) -> None:
     token, files = iec(facts["kv_nbytes_per_token"]), many(facts["prompt_files"], "file")
     print(
         fill(
-            f"by {engine.source}: {token} of KV a token, {engine.dtype}, KV {engine.kv_cache_dtype}"
+            f"by {engine.source}: {token} of KV a token in all layers, {engine.dtype}, "
+            f"KV {engine.kv_cache_dtype}"
         )
     )
     print(
         fill(
             f"a prompt of {facts['prompt_tokens']:,} tokens leaves {files}, {iec(facts['prompt_nbytes'])} on "
-            f"disk; a hit of it serves {facts['hit_tokens']:,} tokens and reads "
+            f"disk: --bytes-per-token {round(facts['disk_nbytes_per_token'])} for `bench` and `replay`"
+        )
+    )
+    print(
+        fill(
+            f"a hit of it serves {facts['hit_tokens']:,} tokens and reads "
             f"{many(facts['hit_files'], 'file')}, {iec(facts['hit_nbytes'])}"
         )
     )

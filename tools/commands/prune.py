@@ -363,6 +363,9 @@ class _Prune:
         if self._has_target:
             size = f"{iec(nbytes)} of {iec(self._plan.nbytes)}"
             say(f"{files:,} of {self._plan.num_files:,} files would go, {size}")
+            if self._free_nbytes > self._plan.nbytes:
+                wanted = iec(self._free_nbytes)
+                say(f"--free: {wanted} is more than there is; without --dry-run nothing would go")
         for kind, words in _WORDS.items():
             if self._found.count[kind]:
                 what = many(self._found.count[kind], *words)

@@ -15,7 +15,7 @@ from fskv.errors import FskvError
 
 from .. import endpoint
 from ..exits import CommandError, Exit
-from ..options import JsonOption, MetricsOption, RootOption
+from ..options import JsonOption, MetricsOption, RootOption, seconds
 from ..terminal import emit
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def command(
     root: RootOption,
     metrics: MetricsOption = None,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+        float,
+        typer.Option(min=0.1, max=3600, callback=seconds, help="Seconds between two looks."),
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame or sample, after one interval, and end.")

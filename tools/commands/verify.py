@@ -257,9 +257,10 @@ class _Output:
                 dry_run=dry_run,
             )
             return
-        read = f", {tally.data_files:,} of them read whole" if rows else ", headers only"
+        read = f", {tally.data_files:,} of them read whole" if rows else ""
         found = ", ".join(f"{counts[one.value]:,} {one.value}" for one in _BAD if counts[one.value])
-        say(f"{many(tally.files, 'file')}{read}: {found or 'all good'}")
+        good = "all good" if rows else "all headers good; --read-data reads every byte"
+        say(f"{many(tally.files, 'file')}{read}: {found or good}")
         rate = f"{iec(tally.nbytes_read / max(run.seconds, 1e-9))}/s"
         say(f"read {iec(tally.nbytes_read)} in {run.seconds:.1f} s, {rate}")
         if counts["vanished"]:

@@ -113,8 +113,11 @@ class Report:
             ended = f"{self.tail_tokens} of them inside a block, where an earlier prompt ended"
             return f"hits {found} {of}, {ended}"
         if found == best:
-            rest = f"the last {prompt.num_tokens - found} are computed, as only whole chunks are stored"
-            return f"hits {found} {of}, the most it can: {rest}"
+            rest = prompt.num_tokens - found
+            tail = (
+                f": the last {rest} are computed, as only whole chunks are stored" if rest else ""
+            )
+            return f"hits {found} {of}, the most it can{tail}"
         whys = "; ".join(_lacks(prompt, one) for one in self.verdict.culprits if one.missing)
         lost = self.unreachable
         nbytes = sum(one.nbytes or 0 for one in lost)

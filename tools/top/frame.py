@@ -33,6 +33,9 @@ def draw(
             beside.add_row(*pair)
             pair = [beside]
         parts += pair
+        if not seen.engines:
+            parts.append(Text(" no engine has a heartbeat here", style="dim"))
+            rest = True
     if first and frame.endpoints:
         parts.append(_hits(frame.endpoints, width, rows))
     if rest and seen is not None:
