@@ -128,6 +128,8 @@ def command(
         _emit(where, report, whys)
     else:
         _print(where, report, whys)
+        if report.hit_tokens and not read_data:
+            say("only headers were read: with --read-data every byte of the files is checked")
     raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
 
 

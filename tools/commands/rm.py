@@ -161,6 +161,8 @@ def command(
         say("nothing to remove")
     elif dry_run:
         say(f"would remove {what}; nothing was removed")
+        if busy and not force:
+            say("without --dry-run it is refused: a living engine writes there; see --force")
     elif not confirm(f"Remove {what}?", yes=yes):
         say("nothing was done")
     else:
@@ -168,6 +170,8 @@ def command(
             removed = _remove(view, found, stop, as_json=as_json)
             interrupted = stop.is_set()
         say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
+        if removed.count[Fate.FOREIGN]:
+            say("what fskv did not make stays, and so does its namespace")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
     if as_json:
         emit(
