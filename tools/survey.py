@@ -419,7 +419,7 @@ def amiss(
         parts = f"{many(orphans.files, 'unfinished file')} of an hour and more"
         foreign = many(walk.num_foreign, "foreign entry", "foreign entries")
         found += [
-            ("warn", orphans.files, f"{parts}, {iec(orphans.nbytes)}: fskv gc removes them"),
+            ("warn", orphans.files, f"{parts}, {iec(orphans.nbytes)}: fskv prune removes them"),
             ("warn", walk.num_foreign, f"{foreign} among chunk files: {', '.join(walk.foreign)}"),
             ("warn", undated, f"{many(undated, 'file')} without a usable time of last use"),
         ]
