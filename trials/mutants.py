@@ -1,6 +1,6 @@
 """Does a test notice when a safety check is gone? Deliberate faults, one after the other.
 
-`mutants.diff` holds the faults. The tests of a fault are in the rows of tests/promises.tsv with `mutant NAME`.
+`mutants.diff` holds the faults. A row of tests/promises.tsv with `mutant NAME` names the test of a fault.
 All of them run on an unchanged copy of the tree first. Then each fault is made in a copy of its own, and its
 tests run until one fails.
 
