@@ -166,6 +166,16 @@ def test_a_measured_rate_is_left_and_counts_more_than_that_of_the_last_engine():
     assert engine.counted(metrics.SAVED_SECONDS) == pytest.approx(FOUND / 100.0 - 0.5, rel=0.1)
 
 
+def test_the_tail_of_a_hit_is_no_rate_to_leave_and_does_not_count_more_than_that_of_the_last_engine():
+    engine = Engine(past=100.0)
+    engine.compute("a", 1.0, 4)
+    engine.budget.get_stats()
+    assert engine.left == []
+    job, _ = engine.admit(engine.request("b"), FOUND)
+    engine.end(job, 0.5)
+    assert engine.counted(metrics.SAVED_SECONDS) == FOUND / 100.0 - 0.5
+
+
 def test_a_rate_that_nobody_can_write_down_ends_no_engine_and_makes_no_second_thread(
     tmp_path, monkeypatch
 ):

@@ -72,6 +72,11 @@ class LoadBudget:
         """Prompt tokens that a second of steps computes; None: not measured yet."""
         return self._tokens / self._seconds if self._tokens else None
 
+    @property
+    def _is_sure(self) -> bool:
+        """Whether a step was long enough to tell other engines of: the tail of a hit is not."""
+        return self._largest_step >= _LEAST_STEP_TOKENS
+
     def recompute_s(self, tokens: int) -> float | None:
         """Return the seconds that computing so many tokens takes; None: not measured yet."""
         return tokens * self._seconds / self._tokens if self._tokens else None
@@ -147,7 +152,8 @@ class LoadBudget:
             self._num_to_decline = 0
             self._counters.add(metrics.LOADED_REQUESTS)
             self._counters.add(metrics.LOADED_TOKENS, load.tokens)
-            if per_s := self.prefill_per_s or self._manager.past_prefill_per_s:
+            past = None if self._is_sure else self._manager.past_prefill_per_s
+            if per_s := past or self.prefill_per_s:
                 self.saved_known = True
                 saved_s = load.tokens / per_s - max(result.seconds for result in load.told)
                 self._counters.add(metrics.SAVED_SECONDS, saved_s)
@@ -161,7 +167,7 @@ class LoadBudget:
             metrics.PENDING_LOADS: float(len(self._loads)),
             metrics.PREFILL_RATE: self.prefill_per_s,
         }
-        if per_s := self.prefill_per_s:
+        if self._is_sure and (per_s := self.prefill_per_s):
             self._manager.leave_prefill_rate(per_s)
         news = {one: rate for one, rate in now.items() if rate not in (None, self._shown.get(one))}
         self._shown |= news
