@@ -180,12 +180,22 @@ def check_stored(children: Sequence[Any]) -> None:
 def check_children(connector: str | None, children: Sequence[Any]) -> None:
     """Refuse what cannot stand side by side in a connector around others; raises ConfigError."""
     check_stored(children)
-    ours = [each for each in _mappings(children) if each.get("kv_connector") in (OURS, OURS_MULTI)]
-    if connector == "MultiConnector" and len(ours) > 1:
+    number = _count_ours(children)
+    if connector == "MultiConnector" and number > 1:
         raise ConfigError(
-            f"option 'connectors': found {len(ours)} of fskv's in vLLM's MultiConnector, expected one: two "
+            f"option 'connectors': found {number} of fskv's in vLLM's MultiConnector, expected one: two "
             "FskvConnectors in one engine need FskvMultiConnector above them instead of MultiConnector"
         )
+
+
+def _count_ours(children: Any) -> int:
+    """Count fskv's connectors among these, and inside of vLLM's MultiConnectors among them."""
+    return sum(
+        _count_ours(_extra(each).get("connectors"))
+        if each.get("kv_connector") == "MultiConnector"
+        else each.get("kv_connector") in (OURS, OURS_MULTI)
+        for each in _mappings(children)
+    )
 
 
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:

@@ -221,3 +221,25 @@ def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_rea
         stores_of(other("MultiConnector", connectors=[other(), ours("/a", rot=1)]))
     (found,) = stores_of(other("MultiConnector", connectors=[other(), ours("/a")]))
     assert found.root == "/a"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_vllms_multi_connector_takes_one_of_fskvs_connectors(nested, number):
+    """Also inside of another one. The control: one is taken."""
+    from fskv.kv_transfer.multi import check_children
+
+    def around(*children):
+        extra = {"connectors": list(children)}
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+    ours = [
+        {"kv_connector": "FskvConnector", "kv_connector_extra_config": {"root": f"/kv-{at}"}}
+        for at in range(number)
+    ]
+    children = [around(one) for one in ours] if nested else ours
+    if number == 1:
+        check_children("MultiConnector", children)
+        return
+    with pytest.raises(ConfigError, match="found 2 of fskv's in vLLM's MultiConnector"):
+        check_children("MultiConnector", children)

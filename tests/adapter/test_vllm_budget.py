@@ -215,7 +215,9 @@ def test_a_rate_that_nobody_can_write_down_ends_no_engine_and_makes_no_second_th
         made._leaver.join(60)
         clock.advance(100)
         made.leave_prefill_rate(800.0)
-        world.wait_for(lambda: read_prefill_rate(directory) == 800.0)
+        world.wait_for(lambda: read_prefill_rate(directory) is not None)
+        assert read_prefill_rate(directory) == 800.0
+        assert [per_s for _, per_s in calls] == [100.0], "one thread hung, no other was made"
     finally:
         hung.set()
         made.shutdown()

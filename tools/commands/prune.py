@@ -357,7 +357,7 @@ class _Prune:
         if found and not self._as_json:
             print_table(table)
             every = duration(MAX_TOUCH_INTERVAL_S)
-            say(f"uses are recorded every {every}: these may have been used since")
+            say(f"uses are recorded every {every}: a file may have been used that much later")
         files = sum(part.num_files for _, part in found)
         nbytes = sum(part.nbytes for _, part in found)
         if self._has_target:
