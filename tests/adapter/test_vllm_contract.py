@@ -297,14 +297,14 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
     """The control: beside what brings KV from elsewhere vLLM's own answer stays."""
     from types import SimpleNamespace
 
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 
     from fskv.engines.vllm import plugin
 
     plugin._keep_embeddings_out()
     called = inspect.getsource(VllmConfig.__post_init__)
     assert "self._resolve_mm_embedding_inputs()" in called
-    media = SimpleNamespace(enable_mm_embeds=written, allow_missing_mm_embeddings=False)
+    media = MultiModalConfig(enable_mm_embeds=written)
     transfer = KVTransferConfig(
         kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
     )
