@@ -48,13 +48,6 @@ bench-scale: $(SETUP) ## Start, count and prune with up to a million files on th
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.scale $(ARGS) --directory '$(DIR)'
 
-bench-engine: $(SETUP) ## What a decoding request of a real vLLM engine notices (some minutes)
-	@'$(PY)' -m benchmarks.engine $(ARGS)
-
-bench-tier: $(SETUP) ## FskvTier, FskvConnector and vLLM's file tier on real engines, on the storage of DIR (10 minutes)
-	@mkdir -p .cache
-	@'$(PY)' -m benchmarks.tier --direct-io auto $(ARGS) --dir '$(DIR)'
-
 bench-side-by-side: $(SETUP) ## vLLM's file tier, FskvConnector and FskvTier on real weights: ARGS='--model DIR' (30 minutes)
 	@mkdir -p .cache
 	@'$(PY)' -m benchmarks.side_by_side --direct-io auto $(ARGS) --dir '$(DIR)'
@@ -62,20 +55,8 @@ bench-side-by-side: $(SETUP) ## vLLM's file tier, FskvConnector and FskvTier on 
 bench-harness: ## LMCache's own benchmark asks engines of each way, fskv's too (3 GB once; 10 minutes a round)
 	@bash .ci/lmcache --only tests/lmcache_engines/harness.py $(ARGS)
 
-bench-answers: $(SETUP) ## The same answers with KV from files? 200 questions to real weights: ARGS='--model DIR' (20 minutes)
-	@mkdir -p .cache
-	@'$(PY)' -m benchmarks.answers $(ARGS) --dir '$(DIR)'
-
-bench-clients: $(SETUP) ## 32 clients at once with fskv and without: ARGS='--model DIR' (10 minutes)
-	@mkdir -p .cache
-	@'$(PY)' -m benchmarks.clients $(ARGS) --dir '$(DIR)'
-
 bench-shared-root: $(SETUP) ## Two real vLLM engines, one root, a bound of a tenth of what they write (12 minutes)
 	@'$(PY)' -m trials.soak --calm --minutes 10 $(ARGS)
-
-bench-verify: $(SETUP) ## The rate of `fskv verify --read-data` beside a plain read, on the storage of DIR
-	@mkdir -p .cache
-	@'$(PY)' -m benchmarks.verify $(ARGS) --dir '$(DIR)'
 
 # No set-up: its environment would have vLLM and torch for CPUs.
 gpu: ## Copies, order, rates and GDS on a machine with a GPU (PY=python3 with torch for CUDA; PART=a, b or c ends in 560 s; OUT=)

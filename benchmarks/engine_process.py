@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own: how the parent starts, hears and ends it, and how the child begins.
 
-What the child does then is the benchmark's: benchmarks.decoding, trials.soak_child.
+What the child does then is in trials.soak_child.
 """
 
 from __future__ import annotations
