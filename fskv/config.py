@@ -2,7 +2,7 @@
 
 Pure: turns a mapping (of vLLM: `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
 `ConfigError` with one sentence that names the option, what was found and what is expected. Every
-default lives here and nowhere else; docs/vllm.md shows the same table and a test holds the two together.
+default lives here and nowhere else; `make reference` writes docs/options.md out of them.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class StoreConfig:
 
 
 def unknown(
-    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/vllm.md"
+    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/options.md"
 ) -> ConfigError:
     """Return the error of an option that is not among the known; without a near one it says the hint."""
     near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)

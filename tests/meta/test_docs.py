@@ -17,7 +17,6 @@ import sys
 import numpy as np
 import pytest
 import test_layers
-from fskv_tools.manual import options
 from places import REPOSITORY
 
 from fskv import namespace
@@ -44,6 +43,7 @@ DOCUMENTS = [
             "architecture",
             "engine",
             "vllm",
+            "options",
             "metrics",
             "benchmarks",
             "operations",
@@ -82,37 +82,7 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-# --- options --------------------------------------------------------------------
-
-
-def check_options(text: str) -> None:
-    table = rows(text, "option | default")
-    assert list(table) == [field.name for field in dataclasses.fields(StoreConfig)]
-    for name, (default, *_) in table.items():
-        if default == "required":
-            continue
-        config = StoreConfig.from_mapping({"root": "/mnt/kv", name: json.loads(default.strip("`"))})
-        assert config == StoreConfig(root="/mnt/kv"), name
-    assert options() in text, "run: python -m fskv_tools.manual options"
-
-
-def test_every_option_is_in_the_table_with_its_default_and_no_other():
-    check_options(text_of("docs/vllm.md"))
-
-
-@pytest.mark.parametrize(
-    ("check", "old", "new"),
-    [
-        (check_options, '| `io_threads` | `"auto"` |', "| `io_threads` | `8` |"),
-        (check_options, "| `io_threads` |", "| `num_threads` |"),
-        (check_options, "| true, false | fsync each", "| true, false | Sync each"),
-    ],
-)
-def test_a_doctored_table_fails(check, old, new):
-    text = text_of("docs/vllm.md")
-    assert text.count(old) == 1
-    with pytest.raises(AssertionError):
-        check(text.replace(old, new))
+# --- settings of vLLM ------------------------------------------------------------------------
 
 
 def check_settings(text: str) -> None:
