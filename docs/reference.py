@@ -1,6 +1,6 @@
-"""Writes the generated reference pages: options.md, metrics.md and cli.md, out of the code.
+"""Writes the reference out of the code: the tables of options.md and metrics.md, and all of cli.md.
 
-`make reference` runs it. `tests/meta/test_reference.py` compares the files with these pages.
+`make reference` runs it. `tests/meta/test_reference.py` says when a page is not current.
 """
 
 from __future__ import annotations
@@ -8,50 +8,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
-from fskv_tools import manual
+from fskv_tools import exporter, manual
 
 from fskv.config import MIB, StoreConfig
+from fskv.observe import metrics
 from fskv.sizes import Share
 
 _DOCS = pathlib.Path(__file__).resolve().parent
 
-_OPTIONS = """# Options
 
-`make reference` writes this page out of `fskv/config.py`.
-
-With vLLM the options go into `kv_connector_extra_config` of `--kv-transfer-config`
-([example](vllm.md#configure)), with SGLang into its [extra configuration](sglang.md), with LMCache into
-`adapter_params` ([example](lmcache.md)). Defaults are shown as JSON.
-
-fskv refuses an unknown option and an impossible value at the start, before weights are read. The error is one
-sentence. `fskv doctor --config FILE` gives the same error without an engine. FILE holds the JSON or the whole line
-of `vllm serve`.
-
-{table}
-## Values
-
-- A size is a whole number of bytes, or a text with a unit. kB, MB, GB and TB are powers of 1000. KiB, MiB, GiB and
-  TiB are powers of 1024. `keep_free` may be a percentage of the file system.
-- Seconds are plain numbers.
-- `staging_bytes` must hold `io_threads` + 1 chunk files, or two files with `io_threads` `auto`. With CUDA fskv pins
-  this memory at the start, and 48 KiB more for each I/O thread. Copies take up to 64 MiB of GPU memory, which neither
-  `staging_bytes` nor vLLM's memory budget includes.
-- The options of vLLM's own connector `offload_prompt_only` and `self_describing_kv_events` pass through. fskv refuses
-  `block_size`, `blocks_per_chunk`, `spec_name`, `spec_module_path` and `cpu_bytes_to_use`. It refuses
-  `sync_load_budget_bytes` unless it is 0, and here `kv_load_failure_policy` unless it is `recompute`.
-"""
-
-
-def options() -> str:
-    """Return the page of the options."""
-    rows = ["| option | default | unit | effect | change it when |", "|---|---|---|---|---|"]
+def options() -> Iterator[str]:
+    """Yield the rows of the options."""
+    yield "| option | default | unit | effect | change it when |"
     for field in dataclasses.fields(StoreConfig):
         default = "required" if field.default is dataclasses.MISSING else _default(field.default)
         words = (field.metadata[name] for name in ("unit", "effect", "when"))
-        rows.append(f"| `{field.name}` | {default} | {' | '.join(words)} |")
-    return _OPTIONS.format(table="\n".join(rows) + "\n")
+        yield f"| `{field.name}` | {default} | {' | '.join(words)} |"
 
 
 def _default(value: object) -> str:
@@ -62,9 +37,54 @@ def _default(value: object) -> str:
     return f"`{json.dumps(value)}`"
 
 
-PAGES: dict[str, Callable[[], str]] = {"options": options, "cli": manual.page}
+def _engine(title: str, found: tuple[metrics.Metric, ...]) -> Iterator[str]:
+    yield f"| {title} | type | label | unit | meaning |"
+    for one in found:
+        yield f"| `{one.name}` | {one.kind} | {one.label or '-'} | {one.unit} | {one.meaning} |"
+
+
+def engine_metrics() -> Iterator[str]:
+    """Yield the rows of an engine's metrics."""
+    return _engine("metric", metrics.ALL_METRICS)
+
+
+def multi_metrics() -> Iterator[str]:
+    """Yield the rows of the metrics of an engine with several roots."""
+    return _engine("multi metric", metrics.MULTI_METRICS)
+
+
+def root_metrics() -> Iterator[str]:
+    """Yield the rows of a root's metrics."""
+    yield "| root metric | type | labels | unit | meaning |"
+    for one in exporter.METRICS:
+        labels = ", ".join(one.labels) or "-"
+        yield f"| `{one.name}` | {one.kind} | {labels} | {one.unit} | {one.meaning} |"
+
+
+TABLES = {"options": (options,), "metrics": (engine_metrics, multi_metrics, root_metrics)}
+
+
+def with_tables(text: str, *tables: Callable[[], Iterator[str]]) -> str:
+    """Return a page with each of its tables made anew; a table is found by the title of its first column."""
+    for table in tables:
+        head, *rows = table()
+        title = head.split(" | ")[0]
+        lines = "\n".join([head, re.sub("[^|]+", "---", head), *rows]) + "\n"
+        before, after, *more = re.split(
+            rf"^{re.escape(title)} \|.*\n(?:\|.*\n)*", text, flags=re.MULTILINE
+        )
+        assert not more, f"two tables begin with {title}"
+        text = before + lines + after
+    return text
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Return the generated pages as they should be, by path."""
+    found = {_DOCS / f"{name}.md": tables for name, tables in TABLES.items()}
+    made = {path: with_tables(path.read_text("utf-8"), *tables) for path, tables in found.items()}
+    return made | {_DOCS / "cli.md": manual.page()}
 
 
 if __name__ == "__main__":
-    for _name, _page in PAGES.items():
-        (_DOCS / f"{_name}.md").write_text(_page(), encoding="utf-8")
+    for _path, _text in pages().items():
+        _path.write_text(_text, encoding="utf-8")

@@ -93,11 +93,6 @@ class Usage:
     def num_files(self) -> int:
         return min(MAX_COUNT, self.others[1] + sum(n for _, n in self.namespaces.values()))
 
-    def tenant_nbytes(self, tenant: str) -> int:
-        """Return the bytes of a tenant's namespaces."""
-        of = (ns for ns, owner in self.tenants.items() if owner == tenant)
-        return min(MAX_COUNT, sum(self.namespaces[ns][0] for ns in of if ns in self.namespaces))
-
 
 @dataclass(frozen=True, slots=True)
 class Scope:
@@ -180,7 +175,6 @@ class RootState:
     holder: bool = False
     counted_at_ms: int = 0
     namespace_nbytes: int = 0  # of the engine's own
-    tenant_nbytes: int = 0
     # By the kind of bound (root, tenant, free): its limit, and what is left of it.
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     kept_free: int = 0  # bytes that must stay free
@@ -232,7 +226,6 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         bounds=bounds,
         counted_at_ms=usage.at_ms,
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
-        tenant_nbytes=usage.tenant_nbytes(mine.tenant) if mine.tenant is not None else 0,
         kept_free=usage.kept_free if "free" in bounds else 0,
         writers=len(usage.counted),
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
