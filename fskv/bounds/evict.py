@@ -1,14 +1,13 @@
-"""Removes what was used least recently: chooses by what is remembered, then looks at each file again.
+"""Removes the least recently used chunks: chosen from memory, then checked on disk.
 
-The mtime of a chunk file is its last use. What is remembered of it may be older than the truth, never
-younger. So the oldest remembered ones are taken first, some at a time. One that turns out to have been used
-since stays, and has its new turn in the next step.
+The mtime of a chunk file is its last use. The remembered mtime may be older than the real one, never younger.
+So the oldest remembered files come first, some at a time. A file that was used since stays, and gets its new
+place in the next step.
 
-The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
-others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
+The files of all ranks of a chunk go together, when the last used of them is due: a chunk without one of them
+is useless. A file that cannot be removed is left out from then on.
 
-How a file goes, and that nothing behind a link does, is fskv.root.remove's. Parts that nobody will finish go
-by the same catalogues.
+fskv.root.remove does the removing. Parts of dead writers go by the same catalogues.
 """
 
 from __future__ import annotations

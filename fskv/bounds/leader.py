@@ -1,9 +1,9 @@
-"""Counts, prunes and cleans a root for all who share it: the work of the holder of the lease.
+"""The leader of a root: counts, prunes and cleans it for all engines.
 
-Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. At
-each look it adds what heartbeats report and publishes the usage. One piece of work at a time runs beside the
-looks: a walk, which corrects the sums, or a prune. Walking and removing happen in worker threads, and between
-two batches the lease is looked at.
+A maintenance process (fskv.bounds.maintenance) makes a leader when it gets the lease, and drops it with the
+lease. At each look the leader adds the reports of heartbeats and publishes the usage. One piece of work at a
+time runs beside the looks: a walk, which corrects the sums, or a prune. Worker threads walk and remove;
+between two batches the leader checks its lease.
 """
 
 from __future__ import annotations

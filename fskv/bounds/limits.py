@@ -1,14 +1,13 @@
-"""Limits, heartbeats and usage of a root, and how much has to go for a bound. Pure.
+"""Limits, heartbeats and usage of a root, and the number of bytes to prune for a bound. Pure.
 
-Every engine has a heartbeat, a small file in the root. It says which limits the engine was given, and how
-many bytes the engine has written since its start. The leader, who holds the lease, adds these up, corrects
-the sum by what it counts on its walks, and publishes it with the smallest limits of all living engines
-(`Usage`). An engine stores first. The leader prunes ahead of the growth:
+Every engine has a heartbeat, a small file in the root, with the engine's limits and the bytes it has written
+since its start. The leader adds these up, corrects the sum by its walks, and publishes it with the smallest
+limits of all living engines (`Usage`). An engine stores first. The leader prunes ahead of the growth:
 
     high mark = bound - two looks of growth, at least 1 % and at most 10 % of the bound
     low mark  = high mark - 2 % of the bound
 
-Between two looks a root may so be a little larger than its bound; more than 2 % above it engines pause.
+So a root may exceed its bound a little between two looks. More than 2 % above it engines pause.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Keeps a root within its bounds, in a process of its own for each engine: `python -m fskv.maintenance`.
+"""The maintenance process of an engine, which keeps a root within its bounds: `python -m fskv.maintenance`.
 
-It is a process of its own so that neither its work nor a mount that hangs under it can touch the engine. It
-does three things: it publishes its engine's heartbeat; it tells the engine the state of the root, and what
-was pruned, by whomever; and if it holds the lease (fskv.bounds.lease) it counts, prunes and cleans for all. A
-process without the lease reads a small file a second and nothing else.
+A process of its own keeps its work, and a hung mount, away from the engine. It publishes the engine's
+heartbeat. It tells the engine the state of the root, and the pruned chunks. With the lease
+(fskv.bounds.lease) it counts, prunes and cleans for all. Without the lease it reads one small file a second.
 
 Asynchronous: the leader's work is at most one task, which walks and removes in worker threads.
 """

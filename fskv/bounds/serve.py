@@ -1,6 +1,6 @@
-"""Runs a Maintainer for one engine, as `python -m fskv.maintenance`: it hears the engine, and how that ends.
+"""Runs a Maintainer for one engine, as `python -m fskv.maintenance`, until the engine ends.
 
-It ends with its engine, takes the heartbeat away, and says so in the engine's health file.
+Then it removes the heartbeat and writes `ended` into the engine's health file.
 
 Asynchronous: one task for the engine's messages, beside the leader's work.
 """

@@ -1,6 +1,6 @@
-"""A job of the engine and its files on their way: what is known of them, on the engine's thread alone.
+"""A job of the engine and the state of its files, on the engine's thread alone.
 
-`runner` makes jobs, runs them and reports them. I/O threads see of a job its guard and its files.
+`runner` makes jobs, runs them and reports them. I/O threads see a job's guard and its files, nothing else.
 """
 
 from __future__ import annotations

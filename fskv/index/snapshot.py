@@ -1,9 +1,9 @@
-"""A namespace's catalogue: every chunk file that is known, in memory and as a snapshot on disk.
+"""The catalogue of a namespace: every known chunk file, in memory and as a snapshot on disk.
 
-40 bytes a file in memory and on disk. The snapshot lets tools and an engine that starts again know what is
-there without a walk; together with the directories' mtimes in it only what has changed is listed. It is
-written by whoever holds the lease (fskv.bounds.lease), read by anybody, and only ever decides what is
-counted and pruned: a load checks the file itself. A snapshot that fails a check is as good as none.
+40 bytes a file in memory and on disk. With the snapshot a tool or a new engine needs no full walk: it lists
+only directories whose mtime has changed. The leader writes the snapshot (fskv.bounds.lease), and anybody may
+read it. It decides only about counting and pruning: a load checks the file itself. A snapshot that fails a
+check is ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Says what is on disk and what may be stored: presence, bounds and circuit breaker of one engine.
+"""Answers which chunks are on disk and which may be stored: presence, bounds and breaker of one engine.
 
-One thread calls, the engine's scheduler's, and no call touches a disk. Until `attach` has told the namespace,
-everything is a miss and nothing is stored.
+Only the engine's scheduler thread calls, and no call touches a disk. Before `attach` everything is a miss and
+nothing is stored.
 """
 
 from __future__ import annotations

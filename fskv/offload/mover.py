@@ -1,7 +1,7 @@
 """Moves chunks between an engine's KV pages and files: transport, store and I/O threads of one worker.
 
-One thread calls, the engine's own, and no call but the constructor waits for a disk. What becomes of the
-files is told twice: `poll` says which jobs need their pages no more, `take_news` what the lookup must know.
+Only the engine's own thread calls, and only the constructor waits for a disk. `poll` returns the jobs that
+need their pages no more, `take_news` the outcomes for the lookup.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine shows of its cache: counters, gauges, and the conditions for the health file."""
+"""The view of an engine's cache from outside: counters, gauges, and the conditions of the health file."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Decide, without touching anything, where the bytes of a chunk lie and which of them a job moves.
+"""Plans the copies of a job: the bytes of each chunk and their place in KV pages. Pure.
 
-`GroupLayout` says how a chunk's payload is built from pages, `plan_job` turns a job of the engine (block
-ids, group by group) into the blocks of each chunk, and csrc/pages.c those into byte spans. Pure functions
-over numbers; any thread. Called by the engine adapter; `runner` carries the plans out.
+`GroupLayout` describes how pages make a chunk's payload. `plan_job` turns a job of the engine (block ids,
+group by group) into the blocks of each chunk, and csrc/pages.c turns those into byte spans. The engine's
+adapter calls it on any thread; `runner` carries the plans out.
 
-One invariant: what `plan_job` plans for a key is that key's bytes in that key's order, or it
-plans nothing for it. A guess here would be wrong KV later.
+Invariant: `plan_job` plans for a key exactly that key's bytes in that key's order, or nothing. A guess here
+would be wrong KV later.
 """
 
 from __future__ import annotations

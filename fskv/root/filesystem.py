@@ -1,8 +1,8 @@
-"""What a file system says of itself and of its files, and what of it can be believed.
+"""Facts of a file system and its files, and whether they can be believed.
 
-The one home for statvfs, `st_blocks` and mtimes as bounds need them. Any of these may be no fact: CephFS says
+The one home for statvfs, `st_blocks` and mtimes as bounds need them. Each of these may be false: CephFS says
 -1 for its free inodes, btrfs has no number of inodes, a FUSE file system may answer zeros or anything, and
-some servers count no blocks. A number that cannot be true is *unknown*: nothing is pruned for it.
+some servers count no blocks. An impossible number is *unknown*, and nothing is pruned for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which directories of a root are namespaces: those whose `namespace.json` describes the directory it is in.
+"""The namespaces of a root: directories with a `namespace.json` that describes them.
 
-A name alone says nothing. What has no such manifest is foreign: it counts against the bounds of the root, and
-nothing in it is touched (docs/format.md).
+A name alone proves nothing. A directory without such a manifest is foreign: it counts against the bounds of
+the root, and nothing in it is touched (docs/format.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which other namespaces a root has, and by what the nearest differs: why an engine's first prompts miss."""
+"""The other namespaces of a root, and the differences to the nearest: the reason of first misses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether cuFile really moved bytes between storage and GPU, and how we know.
+"""The evidence that cuFile moved bytes between storage and GPU.
 
 cuFile falls back to a copy through host memory without an error. So a probe file is written and read, and
-counters are compared before and after: kvikio's own (which calls went to cuFile at all) and those of the
-nvidia-fs kernel module (which transfers were direct). `describe` turns the facts into one sentence and
-calls nothing direct that no counter shows. At start-up only.
+counters are compared before and after: kvikio's own (calls that went to cuFile) and those of the nvidia-fs
+kernel module (direct transfers). `describe` turns the facts into one sentence, and calls direct only what a
+counter shows. At start-up only.
 """
 
 from __future__ import annotations

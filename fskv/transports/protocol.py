@@ -1,12 +1,12 @@
-"""Moving bytes: KV pages <-> staging slots <-> chunk files.
+"""The protocol of transports, which move bytes: KV pages <-> staging slots <-> chunk files.
 
-A transport owns the slots and is the only code that reads or writes chunk bytes. It knows nothing
-about keys, headers or checks: that is the store's. Everything goes through slots that fskv owns,
-because a read that lands in live KV pages cannot be abandoned at its deadline: the engine would hand
-the pages to another request and the late bytes would corrupt it.
+A transport owns the slots and is the only code that reads or writes chunk bytes. It knows no key, header or
+check: the store does. All bytes pass through slots of fskv, because a read into live KV pages cannot be
+abandoned at its deadline: the engine would give the pages to another request, and late bytes would corrupt
+it.
 
-Here is what all transports share; they are in `fskv.transports`. Called on the threads of a JobRunner and
-of its `wait`; a slot belongs to one thread at a time, which `SlotPool` enforces.
+The threads of a JobRunner and of its `wait` call. A slot belongs to one thread at a time, which `SlotPool`
+enforces.
 """
 
 from __future__ import annotations
