@@ -4,6 +4,20 @@
 only directories whose mtime has changed. The leader writes the snapshot (fskv.bounds.lease), and anybody may
 read it. It decides only about counting and pruning: a load checks the file itself. A snapshot that fails a
 check is ignored.
+
+`snapshot.msgpack` is a msgpack fixmap of these six fields, `snapshot` first, `records` last. Integers are
+little endian:
+
+    snapshot      1, name and value in the shortest encoding
+    taken_at_ns   time of the listing by the file system's clock, ns since 1970
+    dir_mtimes    4096 i64: mtime in ns of each directory at its listing; 0: absent; -2: to be listed again
+    counts        4096 u32: records of each directory
+    digest        XXH3-64 (8 bytes, big endian) of taken_at_ns (8 bytes), dir_mtimes, counts, all records
+    records       bin 32, 40 bytes a file, by directory (the first three hex digits of the name): XXH3-128
+                  (big endian), group u32, rank + 1 u32 or 0, mtime in ns i64, bytes on disk u64
+
+It is a regular file. Less than 64 KiB stand before the records and nothing behind them. Group and rank are at
+most 999999, bytes on disk at most 2^62 - 1, and no two neighbours are the same file.
 """
 
 from __future__ import annotations
