@@ -42,7 +42,7 @@ def _cdiv(number: int, divisor: int) -> int:
 
 
 class GroupKind(Enum):
-    """What a KV group remembers. The values appear in namespace.json and must not change."""
+    """The memory of a KV group. The values appear in namespace.json and must not change."""
 
     FULL = "full"
     MLA = "mla"  # covered like FULL
@@ -58,7 +58,7 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """What coverage needs to know about a KV group.
+    """The facts of a KV group that coverage needs.
 
     `group_idx` is the engine's original index (it is part of the key); functions here otherwise
     speak of a group's *position* in the sequence they are given. `window_tokens` is the window

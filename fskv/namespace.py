@@ -449,7 +449,7 @@ CHUNK_DIR = "chunks"  # of a namespace
 
 
 class ChunkName(NamedTuple):
-    """What a chunk file's path says."""
+    """The facts in a chunk file's path."""
 
     name: str
     group_idx: int

@@ -226,7 +226,7 @@ class Capacity:
 
     @property
     def up(self) -> bool:
-        """Whether that process runs, and was not silent for too long when it was last listened to.
+        """Return whether that process runs, and was not silent for too long when it was last listened to.
 
         One that was started again is up when it has said something: where the root is gone it never does.
         """
@@ -236,7 +236,7 @@ class Capacity:
 
     @property
     def paused(self) -> bool:
-        """Whether stores pause because the disk was full."""
+        """Say whether stores pause because the disk was full."""
         return self._clock() < self._paused_until
 
     def poll(self) -> list[tuple[bytes, int]]:
@@ -299,7 +299,7 @@ class Capacity:
         self._process = None
 
     def _too_many_hang(self, now: float) -> bool:
-        """Whether so many that were killed are still there that one more would only hang as well.
+        """Return whether so many killed processes still hang that one more would hang as well.
 
         Now and then one is tried all the same: they hang for good where another mount has taken the place.
         """

@@ -72,7 +72,7 @@ class Count:
 
     @property
     def is_stale(self) -> bool:
-        """Whether more than a quarter of what is there is not in the catalogues: nothing can be chosen."""
+        """Return whether the catalogues lack more than a quarter of the files, so that none can be chosen."""
         return 4 * self._reported.total() > self.total_nbytes
 
     @property

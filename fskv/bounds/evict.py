@@ -44,7 +44,7 @@ _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been us
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is to go: bytes on disk, inodes, and of that only what was last used before a time."""
+    """The wanted removals: bytes on disk and inodes, of files whose last use is before `before_ns`."""
 
     nbytes: int = 0
     num_files: int = 0
@@ -71,7 +71,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Pruned:
-    """What has gone, in one step or in all. Which chunks, and of what, is told of a step alone."""
+    """The results of one step or of all steps; only a step names its chunks."""
 
     num_files: int = 0
     nbytes: int = 0

@@ -50,7 +50,7 @@ class EvictionNews:
             file.write(packed)
 
     def skip_old(self) -> None:
-        """What is there already is nothing new to an engine that starts."""
+        """Skip the files that are there already: they are no news to an engine that starts."""
         with self._opened() as directory:
             self._seen |= set(os.listdir(directory))
 

@@ -33,7 +33,7 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """What the lease's file says."""
+    """The content of the lease's file."""
 
     holder: str
     host: str
@@ -80,12 +80,12 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this process may act as the holder now: its last heartbeat is young enough."""
+        """Return whether this process may act as the holder now: its last heartbeat is young enough."""
         return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
 
     @property
     def holder(self) -> LeaseState | None:
-        """Who held the lease when it was last looked at."""
+        """The holder of the lease at the last look."""
         return self._mine or self._observed[0]
 
     def renew(self) -> bool:

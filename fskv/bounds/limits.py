@@ -160,7 +160,7 @@ def smallest(
 
 @dataclass(frozen=True, slots=True)
 class RootState:
-    """What an engine is told of its root. Counts of what was pruned are of the present leader."""
+    """The state of a root, as an engine is told. Counts of pruned files are of the present leader."""
 
     known: bool = False  # whether stores may begin: the sizes are known, or no bound is on them
     sequence: int = 0  # of the usage

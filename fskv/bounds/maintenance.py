@@ -51,7 +51,7 @@ _LEAST_ROOM = 4 << 20  # for the lease, the heartbeats and a snapshot
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a step has found."""
+    """The findings of a step."""
 
     usage: Usage | None
     heartbeats: list[Heartbeat]  # where we lead; else our own
@@ -337,7 +337,7 @@ class Maintainer:
         return usage
 
     def _is_busy_for_another_term(self) -> bool:
-        """Whether work goes on that was begun before the lease was lost and taken again."""
+        """Return whether work goes on that was begun before the lease was lost and taken again."""
         busy = self._work is not None and not self._work.done()
         return busy and self._leader is not None and not self._leader.is_of(self._lease.term)
 

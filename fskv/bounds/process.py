@@ -68,7 +68,7 @@ class MaintenanceProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it runs: it has the other end of the pipe open."""
+        """Return whether it runs: it has the other end of the pipe open."""
         self._starter.poll()  # reaps it
         poll = select.poll()
         poll.register(self._stdout.fileno(), 0)

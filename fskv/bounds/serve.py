@@ -46,7 +46,7 @@ class Outbox:
         return self._flush() and self._write(msgpack.packb(message))
 
     def is_heard(self) -> bool:
-        """Whether anybody has the other end of the pipe open."""
+        """Return whether anybody has the other end of the pipe open."""
         poll = select.poll()
         poll.register(self._fd, 0)  # POLLERR is told without being asked for
         return not poll.poll(0)

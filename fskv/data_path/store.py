@@ -54,7 +54,7 @@ _LOG_WINDOW_S = 60.0
 
 
 class Directory(Protocol):
-    """What the store needs from an open namespace directory (fskv.root.root.NamespaceDir)."""
+    """The store's needs of an open namespace directory (fskv.root.root.NamespaceDir)."""
 
     @property
     def path(self) -> str: ...

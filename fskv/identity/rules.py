@@ -184,7 +184,7 @@ def _leaves(config: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any, An
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value only holds fields. A model's configuration is a dataclass too, with a way to JSON."""
+    """Return whether a value only holds fields; a model's configuration is a dataclass with a way to JSON."""
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_dataclass and not hasattr(value, "to_dict")
 

@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(slots=True)
 class Shard:
-    """What was found in one directory of chunks."""
+    """The findings in one directory of chunks."""
 
     idx: int
     dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again

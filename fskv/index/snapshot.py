@@ -69,7 +69,7 @@ def _digest(taken_at_ns: int, mtimes: bytes, counts: bytes, records: Iterable[An
 
 
 class Catalogue:
-    """What is known of one namespace. One owner: the process that maintains the root, or a tool."""
+    """The known files of one namespace. One owner: the process that maintains the root, or a tool."""
 
     def __init__(self, namespace: str) -> None:
         """`namespace` is the path of its directory."""
@@ -92,7 +92,7 @@ class Catalogue:
 
     @property
     def now_ns(self) -> int:
-        """What the file system's clock says now; 0: this process does not know."""
+        """The file system's clock now; 0: unknown."""
         if not self.taken_at_ns or not self._refreshed_at_ns:
             return 0
         return self.taken_at_ns + time.monotonic_ns() - self._refreshed_at_ns
@@ -169,7 +169,7 @@ class Catalogue:
 
     @property
     def is_bare(self) -> bool:
-        """Whether no directory of chunks was seen."""
+        """Return whether no directory of chunks was seen."""
         return not (self._dir_mtimes or self._shards or self.parts or self.foreign)
 
     def _put(self, shard: int, records: Records, dir_mtime_ns: int) -> None:
@@ -261,7 +261,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What stands before the records of a snapshot, not yet checked against its digest."""
+    """The part before the records of a snapshot, not yet checked against its digest."""
 
     nbytes: int
     taken_at_ns: int
@@ -329,7 +329,7 @@ def _read_from(file: RegularFile) -> tuple[_Head, Records]:
 
 
 class _Possible:
-    """Whether records, piece by piece, are of the files that can stand in a namespace, in their order.
+    """Return whether records, piece by piece, are of the files that can stand in a namespace, in their order.
 
     The digest is no secret. But a name is in one directory and once in it, so what whoever can write to the
     root has made up needs as much room on the disk as here: a hole is the same record again and again.

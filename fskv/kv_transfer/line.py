@@ -51,7 +51,7 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """Whether the engine must not start. With others it does, and fskv does less."""
+        """Return whether the engine must not start. With others it does, and fskv does less."""
         return self in REFUSED
 
     @property

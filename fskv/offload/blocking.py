@@ -37,7 +37,7 @@ class Page(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """What somebody waits for."""
+    """A call that waits."""
 
     stored: dict[ChunkId, bool | None] = field(default_factory=dict)  # None: not known yet
     result: JobResult | None = None

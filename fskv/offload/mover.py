@@ -59,7 +59,7 @@ _STORED = metrics.STORED_CHUNKS, metrics.STORED_BYTES, metrics.STORE_SECONDS
 
 @dataclass
 class News:
-    """What a mover, or several (`merged`), tells the lookup: which chunks are stored, not stored, or bad.
+    """News of a mover, or of several (`merged`), for the lookup: which chunks are stored, not stored, or bad.
 
     Pickled where movers are processes of their own.
     """
@@ -359,7 +359,7 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Whether no file is waiting, being read or being written, by a thread that hangs neither."""
+        """Return whether no file is waiting, being read or being written, by a thread that hangs neither."""
         return not (self._runner.num_open_stores or self._runner.num_running)
 
     def _collect(self) -> None:

@@ -74,12 +74,12 @@ class Uses(Generic[_K]):
         return use, start
 
     def is_old(self, use: Begun) -> bool:
-        """Whether a request that stores more begins another use first."""
+        """Return whether a request that stores more begins another use first."""
         interval_s = self._interval_s()
         return self._clock() - use.at > max(interval_s, min(_LEAST_S, 10 * max(1.0, interval_s)))
 
     def _waits(self, keys: Sequence[_K], num: int) -> bool:
-        """Whether one of the first chunks is stored now; the one that was is asked first."""
+        """Return whether one of the first chunks is stored now; the one that was is asked first."""
         last = self._waits_for.get(keys[0])
         if last is not None and self._is_stored_now(last):
             return True

@@ -123,7 +123,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)  # itself only: a key for what is made of it once
 class Placement:
-    """Where the blocks of a group are: page i of block b is at `offset + b * stride` of its tensor.
+    """The place of a group's blocks: page i of block b is at `offset + b * stride` of its tensor.
 
     `places` are (tensor_idx, offset, stride, nbytes) of the layout's pages, in bytes. Made once and kept:
     `GroupLayout.placed` does.
@@ -134,7 +134,7 @@ class Placement:
 
 
 class ChunkPlan(NamedTuple):
-    """What one transfer moves of one chunk: as many blocks of it as there are ids, from `first_block` on.
+    """The blocks of one chunk that one transfer moves: as many as there are ids, from `first_block` on.
 
     `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. Block i of them is the
     engine's `block_ids[i]`, `base` bytes further on in each tensor. A tuple, and no table: a model of 80
@@ -157,7 +157,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def to_end(self) -> bool:
-        """Whether its blocks are the last of the chunk."""
+        """Return whether its blocks are the last of the chunk."""
         return self.first_block + len(self.block_ids) >= self.placement.layout.num_blocks
 
     @property

@@ -27,7 +27,7 @@ _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
 class Manifests:
-    """What the manifests of a root's directories say. Each is read again when it has changed."""
+    """The manifests of a root's directories. Each is read again when it has changed."""
 
     def __init__(self, root: str) -> None:
         self._root = root

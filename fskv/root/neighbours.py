@@ -18,7 +18,7 @@ _MAX_FIELDS = 5  # that are named; another model's that differs in more is not
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What stands beside a namespace, among those of its architecture."""
+    """The other namespaces of the same architecture, in short."""
 
     empty: bool  # nothing is stored in the namespace itself
     num_of_model: int  # others with the same name of a model

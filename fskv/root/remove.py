@@ -52,7 +52,7 @@ Judge = Callable[[str, os.stat_result], str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one thing."""
+    """The outcome for one name."""
 
     path: str
     fate: Fate

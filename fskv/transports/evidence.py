@@ -19,14 +19,14 @@ _COUNTS = re.compile(r"^(Reads|Writes)\s*:.*?\bok=(\d+)", re.MULTILINE)
 
 
 class NvidiaFs(NamedTuple):
-    """What the kernel module counted, for all processes of the machine; None where it does not count."""
+    """The counters of the kernel module, for all processes of the machine; None where it does not count."""
 
     reads: int | None
     writes: int | None
 
 
 class Facts(NamedTuple):
-    """What was found around one probe write and one probe read."""
+    """The findings around one probe write and one probe read."""
 
     prefers_compat: bool | None = None  # kvikio, before any file is opened
     num_posix: int | None = None  # kvikio's transfers without cuFile; None: not counted
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
 
 
 def bounces(facts: Facts) -> bool:
-    """Whether kvikio itself carried the probe's bytes through host memory. The host path does that better."""
+    """Return whether kvikio carried the probe's bytes through host memory; the host path does that better."""
     if facts.num_cufile is None:
         return bool(facts.prefers_compat)
     return facts.num_cufile == 0 and bool(facts.num_posix)

@@ -34,7 +34,7 @@ class Ready(Protocol):
     """An event of a device's stream; torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether it has fired."""
+        """Return whether it has fired."""
 
     def synchronize(self) -> None:
         """Return when it has fired."""
@@ -52,7 +52,7 @@ class OpenChunk(Protocol[_SlotT_contra]):
         """Read exactly `nbytes` (4096-aligned offsets and length); raises ChunkCorrupt when short."""
 
     def same_file(self, path: str, dir_fd: int | None = None) -> bool:
-        """Whether `path`, or its last name in `dir_fd`, still names this very file."""
+        """Return whether `path`, or its last name in `dir_fd`, still names this very file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Native:
 
 
 class Transport(Protocol[SlotT]):
-    """What the store and the jobs need from an I/O layer; see the module docstring.
+    """The needs of the store and the jobs from an I/O layer.
 
     Offsets and lengths are bytes.
     """
@@ -164,7 +164,7 @@ class SlotPool(Generic[SlotT]):
 
     @contextlib.contextmanager
     def own(self) -> Iterator[OwnSlot[SlotT]]:
-        """What an I/O thread has for its life; without a device or memory there is none yet."""
+        """Yield the slot of an I/O thread for its life; without a device or memory it has none yet."""
         own: OwnSlot[SlotT] = OwnSlot(None, entered=False)
         self.complete(own)
         try:

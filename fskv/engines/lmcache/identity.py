@@ -84,7 +84,7 @@ _ON_CPUS = "cpu"  # how such an `arch` begins
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of a model's KV beside the keys and layouts of its objects."""
+    """The facts of a model's KV beside the keys and layouts of its objects."""
 
     name: str
     entry: Mapping[str, Any]  # the user's words

@@ -40,7 +40,7 @@ _SPECULATIVE = (None, "NGRAM")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What the scheduler's process knows of its engine."""
+    """The facts of an engine that the scheduler's process knows."""
 
     version: str
     arch: str  # as Identity.arch
