@@ -67,7 +67,7 @@ class Native:
 
 
 class Transport(Protocol[SlotT]):
-    """The needs of the store and the jobs from an I/O layer.
+    """The interface of an I/O layer, as the store and the jobs use it.
 
     Offsets and lengths are bytes.
     """
