@@ -118,6 +118,9 @@ test-lmcache: $(SETUP) ## A real LMCache server and vLLM, in an environment of t
 test-router: $(SETUP) ## Two real engines whose KV events go to ai-dynamo's indexer (75 MB once; 3 minutes)
 	@PY='$(PY)' bash .ci/router $(ARGS)
 
+reference: $(SETUP) ## Write docs/options.md, docs/metrics.md and docs/cli.md out of the code
+	'$(PY)' docs/reference.py
+
 lint: $(SETUP) ## ruff and mypy
 	'$(PY)' -m ruff check .
 	'$(PY)' -m ruff format --check .

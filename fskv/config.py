@@ -2,7 +2,7 @@
 
 Pure: turns a mapping (of vLLM: `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
 `ConfigError` with one sentence that names the option, what was found and what is expected. Every
-default lives here and nowhere else; docs/vllm.md shows the same table and a test holds the two together.
+default lives here and nowhere else; `make reference` writes docs/options.md out of them.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ class StoreConfig:
     root: str = field(
         metadata={
             "unit": "absolute path",
-            "effect": "Directory of the cache. It must exist: fskv never creates it, so that a "
-            "mount point without its mount is noticed instead of filled.",
+            "effect": "Directory of the cache. It must exist. fskv never creates it, so a mount point "
+            "without its mount stays empty.",
             "when": "Always. Local NVMe for one node, a shared mount for several.",
         }
     )
     hybrid_chunk_size: int | Literal["auto"] = option(
         "auto",
         "tokens",
-        "Tokens of one chunk file. `auto`: the smallest legal chunk of about 2 MiB a file; one block "
-        "for models with mamba/linear state groups. Must be a multiple of the engine's block size.",
-        "Engines of different settings are to share, or a slow mount needs larger files.",
+        "Tokens of one chunk file, a multiple of the engine's block size. `auto`: the smallest legal "
+        "chunk of about 2 MiB a file, or one block for models with mamba/linear state groups.",
+        "Engines with different settings share, or a slow mount needs larger files.",
     )
     weights_id: str | None = option(
         None,
         "text",
-        "A name that you vouch for and that stands for the weights, instead of the fingerprint taken "
-        "from the checkpoint's commit or files.",
+        "A name that stands for the weights instead of the fingerprint of the checkpoint. You vouch "
+        "for it.",
         "The checkpoint has no local files, or nodes got it in different ways.",
     )
     tenant: str | None = option(
@@ -93,112 +93,112 @@ class StoreConfig:
     access: Literal["user", "group"] = option(
         "user",
         "user, group",
-        "Who may use the files of this engine beside its own user. `user`: nobody (0700, 0600). `group`: the "
-        "group of the root's directory, which has to have the setgid bit (0770, 0660).",
+        "Access to this engine's files. `user`: its own user alone (0700, 0600). `group`: also the "
+        "group of the root's directory, which needs the setgid bit (0770, 0660).",
         "Engines of several users share the root.",
     )
     weights_fixed: bool = option(
         False,
         "true, false",
-        "Promise that weights are never changed inside a running engine. Without it fskv stops loading and "
-        "storing until the next start when the engine resets its connector's cache, as vLLM does after a "
-        "weight update and for its sleep mode.",
-        "You use sleep mode, or reset the prefix cache, and never change weights.",
+        "Your promise that weights never change inside a running engine. Otherwise a reset of the "
+        "connector's cache, as after a weight update or in sleep mode, stops loads and stores until "
+        "the next start.",
+        "You use sleep mode or reset the prefix cache, and never change weights.",
     )
     canonical_layout: bool = option(
         False,
         "true, false",
-        "Store KV heads in files of their own instead of each rank's pages, so that engines of different "
-        "tensor-parallel sizes share. Refuses to start where vLLM does not certify the model's layout.",
+        "Stores each KV head in a file of its own, so that engines of different tensor-parallel sizes"
+        " share. fskv refuses to start where vLLM does not certify the model's layout.",
         "Engines of several tensor-parallel sizes share.",
     )
     trust: tuple[str, ...] = option(
         (),
         'list of "lora", "media"',
-        "Names in requests that fskv believes. `lora`: the name of an adapter never changes its weights; "
-        "without it requests with an adapter are neither stored nor loaded. `media`: the engine's names of "
-        "images, sound and video, which a client may choose; without it only the text before the first of "
-        "them in a prompt is stored and loaded.",
-        "You load adapters from fixed places, or no client can name media.",
+        "Names in requests that fskv believes. `lora`: an adapter's name never changes its weights; "
+        "without it requests with an adapter are neither stored nor loaded. `media`: the names of "
+        "images, sound and video, which a client may choose; without it only the text before the "
+        "first medium is stored and loaded.",
+        "Adapters come from fixed places, or no client can name media.",
     )
     store: bool = option(
         True,
         "true, false",
-        "Whether this engine stores at all. `false`: it loads what others have stored, and the root may be "
-        "mounted read-only. It writes, dates and removes no file there, and starts no `maintenance`.",
+        "`false`: the engine only loads. It writes, dates and removes no file, starts no "
+        "`maintenance`, and works on a read-only mount.",
         "A decode fleet, or a root that is mounted read-only.",
     )
     io_threads: int | Literal["auto"] = option(
         "auto",
         "1 to 64 threads, auto",
-        "Chunks that are read or written at the same time, per engine worker. `auto`: 8 to 32, by how long "
-        "the mount takes to answer when the worker starts, but not more than half of the chunk files that "
-        "`staging_bytes` holds, which may be less than 8.",
-        "`fskv bench` says that another number is faster.",
+        "Chunks in transfer at the same time, per engine worker. `auto`: 8 to 32 by the mount's "
+        "answer time at the start, and at most half of the chunk files in `staging_bytes`.",
+        "`fskv bench` measured another number to be faster.",
     )
     staging_bytes: int = option(
         256 * MIB,
         'bytes, or "256MiB"',
-        "Upper bound of the staging memory of each engine worker: pinned host memory where there is CUDA, "
-        "GPU memory with GDS.",
-        "`fskv plan` says that chunks are large, or memory is short.",
+        "Upper bound of the staging memory of each engine worker: pinned host memory with CUDA, GPU "
+        "memory with GDS.",
+        "`fskv plan` shows large chunks, or memory is short.",
     )
     direct_io: Literal["auto", "on", "off"] = option(
         "auto",
         "auto, on, off",
-        "O_DIRECT. `auto` uses it where a write probe in the root succeeds, or a read with `store` `false`; "
-        "`on` refuses to start where it does not; `off` goes through the page cache.",
-        "`fskv bench` says so, or the page cache is to serve several engines of a node.",
+        "O_DIRECT. `auto`: where a write probe in the root succeeds, or a read probe with `store` "
+        "`false`. `on`: refuse to start without it. `off`: use the page cache.",
+        "`fskv bench` advises it, or the page cache serves several engines of a node.",
     )
     transport: Literal["auto", "host", "gds"] = option(
         "auto",
         "auto, host, gds",
-        "How KV moves between GPU and files. `host`: through pinned memory. `gds`: through kvikio and cuFile "
-        "(GPUDirect Storage); where that does not work, or `store` is `false`, the log says why, and it is "
-        "`host`. `auto`: `host`. `fskv bench --cuda` measures both and says which to write.",
+        "Path of KV between GPU and files. `host`: through pinned memory. `gds`: through kvikio and "
+        "cuFile (GPUDirect Storage); where it does not work, or with `store` `false`, it becomes "
+        "`host`, and the log says why. `auto`: `host`.",
         "`fskv bench --cuda` measured GDS to be faster.",
     )
     fsync: bool = option(
         False,
         "true, false",
-        "fsync each chunk before it becomes visible. Without it a power cut may lose chunks; it never "
-        "makes a wrong one served.",
-        "What was stored last must outlive a power cut.",
+        "fsync each chunk before it becomes visible. Without it a power cut may lose chunks, and a "
+        "lost chunk is never served.",
+        "The last stores must survive a power cut.",
     )
     load_deadline_s: float = option(
         2.0,
         "seconds",
-        "After so long a small load is given up and recomputed; a larger one may take as long again for "
-        "each 40 MiB, and 15 times this at most.",
-        "The mount is slow and sound: raise it. A recompute is short: lower it.",
+        "Deadline of a small load, after which its tokens are recomputed. A large load gets as long "
+        "again for each 40 MiB, and 15 times this at most.",
+        "Raise it for a slow, sound mount. Lower it where a recompute is short.",
     )
     load_budget: str = option(
         "off",
         "on or off",
-        "`on`: a load that takes as long as the recompute of its tokens is given up, and the next 15 hits "
-        "are recomputed.",
+        "`on`: a load that takes as long as the recompute of its tokens is given up, and the next 15 "
+        "hits are recomputed.",
         "The mount is sometimes slower than the GPU.",
     )
     lookup_timeout_s: float = option(
         1.0,
         "seconds",
-        "How long a request may be deferred while the presence of its chunks is unknown; then they count as "
-        "missing. While the mount answers, though slowly, as long as a recompute of them would take, and ten "
-        "times this at most.",
-        "The mount answers late: see [file systems](filesystems.md).",
+        "Longest wait of a request for the presence of its chunks; unknown chunks then count as "
+        "missing. While a slow mount answers, a request may wait as long as a recompute would take, "
+        "ten times this at most.",
+        "The mount answers late ([file systems](filesystems.md)).",
     )
     max_bytes: int | None = option(
         None,
         'bytes, or "500GiB"',
-        "Upper bound of the chunk files of the whole root, on disk, whoever wrote them. What was used least "
-        "recently goes first.",
+        "Upper bound of all chunk files of the root on disk, of every writer. The least recently used"
+        " go first.",
         "The root shares its disk with something else.",
     )
     keep_free: int | Share = option(  # noqa: RUF009  a Share is frozen
         Share(2.0),
         'bytes, "50GiB" or "2%"',
-        "What stays free on the file system of the root; as a share it goes for inodes too. 0: nothing.",
-        "Others on the disk need more room, or the disk is for fskv alone.",
+        "Free space on the file system of the root that chunks never take; a percentage applies to "
+        "inodes too. 0: none.",
+        "Others on the disk need more room, or fskv has the disk alone.",
     )
     tenant_max_bytes: int | None = option(
         None,
@@ -209,15 +209,15 @@ class StoreConfig:
     maintenance: Literal["on", "off"] = option(
         "on",
         "on, off",
-        "Whether the engine starts the process that counts, prunes and cleans the root; one of all that "
-        "share a root does so at a time. `off`: nothing bounds what this engine writes.",
+        "`on`: the engine starts the process that counts, prunes and cleans the root. One such "
+        "process works for all engines of the root. `off`: nothing bounds this engine's writing.",
         "`fskv prune --watch` does it on another node.",
     )
     health_file: str | None = option(
         None,
         "absolute path",
-        "A small JSON file that says whether the cache is well, see docs/metrics.md. Not in the root. "
-        "`{rank}` in it stands for the engine's data-parallel rank.",
+        "A small JSON file with the state of the cache ([format](metrics.md#health-file)). It lies "
+        "outside of the root. `{rank}` stands for the data-parallel rank.",
         "A probe or a monitor reads files.",
     )
 
@@ -287,7 +287,7 @@ class StoreConfig:
 
 
 def unknown(
-    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/vllm.md"
+    name: object, value: object, known: Iterable[str], hint: str = "all are in docs/options.md"
 ) -> ConfigError:
     """Return the error of an option that is not among the known; without a near one it says the hint."""
     near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)

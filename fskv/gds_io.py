@@ -308,7 +308,7 @@ def _as_os_error(error: OSError, path: str) -> ChunkError:
 
 
 def _is_full(fd: int, nbytes: int) -> bool:
-    """Whether the file system could not take what is missing of `nbytes`; a file is removed after this."""
+    """Return whether the file system has no room for the rest of `nbytes`; the file is removed after this."""
     room = Space.of(fd)
     missing = nbytes - block_nbytes(os.fstat(fd))
     return room.total_nbytes > 0 and room.free_nbytes < missing

@@ -1,11 +1,10 @@
-"""Decide, without touching anything, how large chunks are and which of them a hit needs.
+"""Decides the size of chunks, and the chunks that a hit needs. Pure.
 
-A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent state), and a
-prefix can be served only where all of them have what they need. This room answers two questions as pure
-functions over numbers: how large a chunk is (`plan_geometry`), and which chunks a hit needs
-(`needed_chunks`, `longest_hit`). Where their bytes lie is said by `plan_job`, which is in fskv.plan.spans
-and may be had from here. It opens no file, reads no clock and knows neither torch nor vLLM; the engine
-adapter translates the engine's objects into these values. No state: any thread may call it.
+A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent state). A
+prefix can be served only where every group has its chunks. `plan_geometry` computes the size of a chunk,
+`needed_chunks` and `longest_hit` the chunks of a hit. `plan_job` of fskv.plan.spans, which this module also
+exports, computes the place of their bytes. The engine's adapter translates the engine's objects into these
+numbers. No state: any thread may call.
 
 The rules follow vLLM's `v1/offloading/scheduler.py` (0.32, 0.33), named at each place.
 """
@@ -43,7 +42,7 @@ def _cdiv(number: int, divisor: int) -> int:
 
 
 class GroupKind(Enum):
-    """What a KV group remembers. The values appear in namespace.json and must not change."""
+    """The memory of a KV group. The values appear in namespace.json and must not change."""
 
     FULL = "full"
     MLA = "mla"  # covered like FULL
@@ -59,7 +58,7 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """What coverage needs to know about a KV group.
+    """The facts of a KV group that coverage needs.
 
     `group_idx` is the engine's original index (it is part of the key); functions here otherwise
     speak of a group's *position* in the sequence they are given. `window_tokens` is the window

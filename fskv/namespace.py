@@ -1,14 +1,14 @@
-"""What must be equal for KV to be interchangeable, and the names that follow from it.
+"""The identity of KV, which interchangeable KV has in common, and the names that follow from it.
 
-An `Identity` is the full statement; its digest names the directory that holds the chunks. Two
-engines share a directory only if every field is equal. This room knows no file: `fskv.root.root`
-writes and compares `namespace.json`, `engines/` derives the fields from a live engine.
+The digest of an `Identity` names the directory of the chunks. Two engines share a directory only if every
+field is equal. This module opens no file: `fskv.root.root` writes and compares `namespace.json`, `engines/`
+derives the fields from a live engine.
 
-Invariants: every dataclass field of `Identity` enters the digest, a field whose default is
-None only when it is set, so that a later format-1 field does not rename old directories.
-Equality, digest and `diff` are one relation (canonical JSON): 1, 1.0 and true are three values.
+Invariants: every dataclass field of `Identity` enters the digest; a field with the default None enters only
+when it is set, so that a later format-1 field does not rename old directories. Equality, digest and `diff`
+are one relation (canonical JSON): 1, 1.0 and true are three values.
 
-Everything is pure and safe on any thread. Manifests and file names are untrusted input.
+Pure, and safe on any thread. Manifests and file names are untrusted input.
 """
 
 from __future__ import annotations
@@ -449,7 +449,7 @@ CHUNK_DIR = "chunks"  # of a namespace
 
 
 class ChunkName(NamedTuple):
-    """What a chunk file's path says."""
+    """The facts in a chunk file's path."""
 
     name: str
     group_idx: int

@@ -34,7 +34,7 @@ class Status(Enum):
 
 
 class Presence(Enum):
-    """What is known about a chunk without touching the disk."""
+    """The known presence of a chunk, without touching the disk."""
 
     HIT = "hit"
     MISS = "miss"

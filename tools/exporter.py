@@ -41,36 +41,41 @@ class RootMetric:
     kind: str = "gauge"  # or "counter"
 
 
-_INODES = "Of the file system; 0 where it has no such number, or none that can be true."
 _LIMITS = (
-    "Bounds that hold now, whoever declared them. `kind`: root, tenant, or free (what may be in use on the "
-    "file system); `name`: of the tenant."
+    "The bounds in force. `kind`: root, tenant, or free (the most that may be in use on the file system); "
+    "`name`: the tenant. The smallest bound that an engine or watcher declares counts."
 )
-_INFO = "Always 1; its labels are the root and fskv's version."
-_HEADROOM = "What is left of a bound; negative: beyond it."
-_COUNT_AGE = "Since the root was last walked, by whomever; by this clock."
-_ORPHANS = "Parts of dead writers removed by that holder."
-_PRUNED = "Pruned by the present holder of the lease; begins again with another."
-_USER = "Free on the file system, for this user."
+_INODES = "Inodes of the file system; 0 where it reports no such number, or an impossible one."
+_HEADROOM = "Space left below the bound; negative above it."
+_COUNT_AGE = "Time since anybody last walked the root, by this node's clock."
+_STEP_AGE = "Time since the root last answered this watcher."
+_LEASE = "1 while this watcher is the leader: it counts and prunes for all."
+_PRUNED = "Chunk files that the present leader has pruned; starts again with another leader."
+_ORPHANS = "Unfinished files of dead writers that the present leader has removed."
+_TENANT = 'Disk usage of a tenant\'s namespaces; tenant "": those without a tenant.'
 _OF_BOUND, _OF_NAMESPACE = ("kind", "name"), ("namespace", "tenant")
 _METRICS = (
-    RootMetric("info", "1", _INFO, ("root", "version")),
-    RootMetric("last_step_age_seconds", "seconds", "Since the root last answered."),
-    RootMetric("lease_held", "0 or 1", "Whether this process counts and prunes for all."),
-    RootMetric("heartbeats", "engines", "Engines and watchers that live, with this one."),
+    RootMetric(
+        "info", "1", "Always 1; the labels are the root and fskv's version.", ("root", "version")
+    ),
+    RootMetric("last_step_age_seconds", "seconds", _STEP_AGE),
+    RootMetric("lease_held", "0 or 1", _LEASE),
+    RootMetric("heartbeats", "engines", "Live engines and watchers, this one included."),
     RootMetric("total_bytes", "bytes", "Size of the file system."),
-    RootMetric("free_bytes", "bytes", _USER),
+    RootMetric("free_bytes", "bytes", "Free space of the file system for this user."),
     RootMetric("total_inodes", "inodes", _INODES),
-    RootMetric("free_inodes", "inodes", _USER),
+    RootMetric("free_inodes", "inodes", "Free inodes of the file system for this user."),
     RootMetric("limit_bytes", "bytes", _LIMITS, _OF_BOUND),
     RootMetric("headroom_bytes", "bytes", _HEADROOM, _OF_BOUND),
-    RootMetric("namespace_bytes", "bytes", "On disk.", _OF_NAMESPACE),
-    RootMetric("namespace_files", "files", "Chunk files, by the last walk.", _OF_NAMESPACE),
-    RootMetric("tenant_bytes", "bytes", 'On disk; tenant "": those without one.', ("tenant",)),
+    RootMetric("namespace_bytes", "bytes", "Disk usage of a namespace.", _OF_NAMESPACE),
+    RootMetric(
+        "namespace_files", "files", "Chunk files of a namespace, by the last walk.", _OF_NAMESPACE
+    ),
+    RootMetric("tenant_bytes", "bytes", _TENANT, ("tenant",)),
     RootMetric("count_age_seconds", "seconds", _COUNT_AGE),
-    RootMetric("unremovable_files", "files", "Chunk files that could not be removed, and stay."),
+    RootMetric("unremovable_files", "files", "Chunk files that the leader could not remove."),
     RootMetric("pruned_files", "files", _PRUNED, kind="counter"),
-    RootMetric("pruned_bytes", "bytes", "What those took on disk.", kind="counter"),
+    RootMetric("pruned_bytes", "bytes", "Disk space of the pruned chunk files.", kind="counter"),
     RootMetric("orphans_removed", "files", _ORPHANS, kind="counter"),
 )
 METRICS = tuple(replace(one, name=f"fskv_root_{one.name}") for one in _METRICS)

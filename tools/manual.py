@@ -6,11 +6,8 @@ the docstring of its function; what its JSON lines hold is `LINES` of its module
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -18,9 +15,6 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo
-
-from fskv.config import MIB, StoreConfig
-from fskv.sizes import Share
 
 from .cli import COMMANDS
 from .exits import MEANINGS
@@ -122,27 +116,9 @@ class _Parameter:
         return self.info.metavar or {int: "N", float: "NUMBER"}.get(plain[0], "TEXT")
 
 
-def options() -> str:
-    """Return the table of fskv's options, as docs/vllm.md has it."""
-    rows = ["| option | default | unit | effect | change it when |", "|---|---|---|---|---|"]
-    for field in dataclasses.fields(StoreConfig):
-        default = "required" if field.default is dataclasses.MISSING else _default(field.default)
-        words = (field.metadata[name] for name in ("unit", "effect", "when"))
-        rows.append(f"| `{field.name}` | {default} | {' | '.join(words)} |")
-    return "\n".join(rows) + "\n"
-
-
-def _default(value: object) -> str:
-    if isinstance(value, Share):
-        value = str(value)
-    if isinstance(value, int) and value >= MIB:
-        value = f"{value // MIB}MiB"
-    return f"`{json.dumps(value)}`"
-
-
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":
-    print(options() if sys.argv[1:] == ["options"] else page(), end="")
+    print(page(), end="")

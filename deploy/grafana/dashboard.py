@@ -434,8 +434,7 @@ def dashboard() -> Json:
         "title": "fskv",
         "uid": "fskv-overview",
         "tags": ["fskv", "vllm"],
-        "description": "KV cache in files: docs/metrics.md says what each number means and what "
-        "to do when it moves.",
+        "description": "KV cache in files: docs/metrics.md says what each number means.",
         "schemaVersion": 39,
         "graphTooltip": 1,
         "refresh": "30s",

@@ -1,12 +1,11 @@
-"""An engine's share of a root's bounds: whether it may store now, and what was pruned.
+"""An engine's share of a root's bounds: may it store now, and which chunks were pruned.
 
-The work is done by a process of its own (fskv.bounds.maintenance), which this starts and talks to over
-pipes: it tells the state of the root, and this compares. An engine stores first, and is pruned for. It pauses
-where the root is 2 % above a bound, and where half of what must stay free is gone. Everything here returns at
-once. If nothing new is heard of the root, because it hangs or the process has died, a little more is stored
-and then nothing: the engine goes on loading until it is back.
+A maintenance process does the work (fskv.bounds.maintenance). The client starts it and reads the root's state
+from its pipe. An engine stores first, and the leader prunes for it. The engine pauses 2 % above a bound, or
+when half of `keep_free` is gone. Without news of the root, after a hang or a death of the process, the engine
+stores a little more and then nothing. It goes on loading.
 
-One thread: the scheduler's.
+Every call returns at once. One thread: the scheduler's.
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ class Capacity:
 
     @property
     def up(self) -> bool:
-        """Whether that process runs, and was not silent for too long when it was last listened to.
+        """Return whether that process runs, and was not silent for too long when it was last listened to.
 
         One that was started again is up when it has said something: where the root is gone it never does.
         """
@@ -237,7 +236,7 @@ class Capacity:
 
     @property
     def paused(self) -> bool:
-        """Whether stores pause because the disk was full."""
+        """Say whether stores pause because the disk was full."""
         return self._clock() < self._paused_until
 
     def poll(self) -> list[tuple[bytes, int]]:
@@ -300,7 +299,7 @@ class Capacity:
         self._process = None
 
     def _too_many_hang(self, now: float) -> bool:
-        """Whether so many that were killed are still there that one more would only hang as well.
+        """Return whether so many killed processes still hang that one more would hang as well.
 
         Now and then one is tried all the same: they hang for good where another mount has taken the place.
         """

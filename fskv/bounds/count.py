@@ -1,7 +1,7 @@
-"""How much is in a root, by namespace: what engines report, corrected by walks. The leader's.
+"""The leader's count of a root by namespace: reports of engines, corrected by walks.
 
-Engines report their writing about once a second; a walk finds what is there. Neither alone is
-enough: reports know nothing of what others wrote or removed, and walks take long on a large root.
+Engines report their writing about once a second; a walk lists the files. Reports miss the writing and
+removing of others, and a walk of a large root takes long.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Count:
 
     @property
     def is_stale(self) -> bool:
-        """Whether more than a quarter of what is there is not in the catalogues: nothing can be chosen."""
+        """Return whether the catalogues lack more than a quarter of the files, so that none can be chosen."""
         return 4 * self._reported.total() > self.total_nbytes
 
     @property

@@ -1,14 +1,13 @@
-"""Removes what was used least recently: chooses by what is remembered, then looks at each file again.
+"""Removes the least recently used chunks: chosen from memory, then checked on disk.
 
-The mtime of a chunk file is its last use. What is remembered of it may be older than the truth, never
-younger. So the oldest remembered ones are taken first, some at a time. One that turns out to have been used
-since stays, and has its new turn in the next step.
+The mtime of a chunk file is its last use. The remembered mtime may be older than the real one, never younger.
+So the oldest remembered files come first, some at a time. A file that was used since stays, and gets its new
+place in the next step.
 
-The files of all ranks of a chunk go together, when the last used of them is due: without one of them the
-others serve nobody. A file that cannot be removed is left out from then on; the next ones go instead.
+The files of all ranks of a chunk go together, when the last used of them is due: a chunk without one of them
+is useless. A file that cannot be removed is left out from then on.
 
-How a file goes, and that nothing behind a link does, is fskv.root.remove's. Parts that nobody will finish go
-by the same catalogues.
+fskv.root.remove does the removing. Parts of dead writers go by the same catalogues.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been us
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is to go: bytes on disk, inodes, and of that only what was last used before a time."""
+    """The wanted removals: bytes on disk and inodes, of files whose last use is before `before_ns`."""
 
     nbytes: int = 0
     num_files: int = 0
@@ -72,7 +71,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Pruned:
-    """What has gone, in one step or in all. Which chunks, and of what, is told of a step alone."""
+    """The results of one step or of all steps; only a step names its chunks."""
 
     num_files: int = 0
     nbytes: int = 0

@@ -1,11 +1,10 @@
-"""What was pruned a short while ago, for the engines that believe it is still there.
+"""News of recently pruned chunks, for the engines that still believe in them.
 
-After each prune the holder of the lease leaves files with the names of the chunks that went, and every
-engine's maintenance process reads those of its own namespace. It is news, no record: who misses it learns the
-same from a load that finds nothing.
+After each prune the leader leaves files with the names of the removed chunks. Every engine's maintenance
+process reads those of its own namespace. An engine that misses the news learns the same from a failed load.
 
-The directory is one that everybody can write to: a symbolic link in its place is refused, only files of our
-own names are read or removed, and of what is in them no more is read than anybody here writes.
+Every user of the root can write to the directory. So a symbolic link in its place is refused, only files with
+names of this module are read or removed, and a read is bounded.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class EvictionNews:
             file.write(packed)
 
     def skip_old(self) -> None:
-        """What is there already is nothing new to an engine that starts."""
+        """Skip the files that are there already: they are no news to an engine that starts."""
         with self._opened() as directory:
             self._seen |= set(os.listdir(directory))
 

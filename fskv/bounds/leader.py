@@ -1,9 +1,9 @@
-"""Counts, prunes and cleans a root for all who share it: the work of the holder of the lease.
+"""The leader of a root: counts, prunes and cleans it for all engines.
 
-Made when a maintenance process (fskv.bounds.maintenance) gets the lease, and dropped when it loses it. At
-each look it adds what heartbeats report and publishes the usage. One piece of work at a time runs beside the
-looks: a walk, which corrects the sums, or a prune. Walking and removing happen in worker threads, and between
-two batches the lease is looked at.
+A maintenance process (fskv.bounds.maintenance) makes a leader when it gets the lease, and drops it with the
+lease. At each look the leader adds the reports of heartbeats and publishes the usage. One piece of work at a
+time runs beside the looks: a walk, which corrects the sums, or a prune. Worker threads walk and remove;
+between two batches the leader checks its lease.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 
 
 class Heard(NamedTuple):
-    """What the leader last heard of a heartbeat, by its own clock."""
+    """The leader's last knowledge of a heartbeat, by the leader's own clock."""
 
     beat: int
     at: float
@@ -68,7 +68,7 @@ class Heard(NamedTuple):
 
 
 class RoomAwaited:
-    """Whether what was removed to make room shows as free: what a trash or a snapshot keeps goes for nothing.
+    """Checks that removed files show as free space: a trash or a snapshot may keep them.
 
     MooseFS and JuiceFS keep removed files for a day by default; btrfs shows them after its next commit. Where
     statvfs does not show half of what went, the next prune for room waits half a minute, and then twice as
@@ -143,11 +143,11 @@ class Leader:
 
     @property
     def in_office(self) -> bool:
-        """Whether the lease is held, and was without a break since this leader began."""
+        """Return whether the lease is held, and was without a break since this leader began."""
         return self._lease.held and self._lease.term == self._term
 
     def is_of(self, term: int) -> bool:
-        """Whether this leader began with that term of the lease."""
+        """Return whether this leader began with that term of the lease."""
         return self._term == term
 
     # --- looks ------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Leader:
     # --- work -------------------------------------------------------------------------------
 
     def due(self, space: Space) -> bool:
-        """Whether there is work: a walk, a bound that is near, a full disk."""
+        """Return whether there is work: a walk, a bound that is near, a full disk."""
         if self._must_walk() or self._now_full():
             return True
         if time.monotonic() < self._futile_until:

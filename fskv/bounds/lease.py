@@ -1,13 +1,13 @@
-"""The lease on maintaining a root: of all processes that share it, one at a time counts and prunes.
+"""The lease of a root: its one holder, the leader, counts and prunes for all.
 
-A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than was
-needed and nothing else. A holder that finds another's file in the place of its own stops. No clock is
-compared with another one: a holder is dead when its process provably is, or when the heartbeat in its file
-has not changed for `ttl_s` of the observer's own clock.
+A lease protects no data. Two holders at once, after a partition or a stopped process, remove more than needed
+and harm nothing else. A holder stops when it finds another's file in the place of its own. No two clocks are
+compared: a holder is dead when its process provably is, or when the heartbeat in its file has not changed for
+`ttl_s` of the observer's own clock.
 
-The file appears by link(), which is exclusive on every shared file system that was measured, and holds who,
-since when, and a heartbeat: the holder rewrites it in place. Every call touches the disk and may hang; only
-the maintenance process (fskv.bounds.maintenance) makes them.
+The file appears by link(), which is exclusive on every shared file system that was measured. It holds the
+holder's name, its start, and a heartbeat that the holder rewrites in place. Every call touches the disk and
+may hang, so only the maintenance process (fskv.bounds.maintenance) calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """What the lease's file says."""
+    """The content of the lease's file."""
 
     holder: str
     host: str
@@ -80,12 +80,12 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this process may act as the holder now: its last heartbeat is young enough."""
+        """Return whether this process may act as the holder now: its last heartbeat is young enough."""
         return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
 
     @property
     def holder(self) -> LeaseState | None:
-        """Who held the lease when it was last looked at."""
+        """The holder of the lease at the last look."""
         return self._mine or self._observed[0]
 
     def renew(self) -> bool:

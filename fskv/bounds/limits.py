@@ -1,14 +1,13 @@
-"""Limits, heartbeats and usage of a root, and how much has to go for a bound. Pure.
+"""Limits, heartbeats and usage of a root, and the number of bytes to prune for a bound. Pure.
 
-Every engine has a heartbeat, a small file in the root. It says which limits the engine was given, and how
-many bytes the engine has written since its start. The leader, who holds the lease, adds these up, corrects
-the sum by what it counts on its walks, and publishes it with the smallest limits of all living engines
-(`Usage`). An engine stores first. The leader prunes ahead of the growth:
+Every engine has a heartbeat, a small file in the root, with the engine's limits and the bytes it has written
+since its start. The leader adds these up, corrects the sum by its walks, and publishes it with the smallest
+limits of all living engines (`Usage`). An engine stores first. The leader prunes ahead of the growth:
 
     high mark = bound - two looks of growth, at least 1 % and at most 10 % of the bound
     low mark  = high mark - 2 % of the bound
 
-Between two looks a root may so be a little larger than its bound; more than 2 % above it engines pause.
+So a root may exceed its bound a little between two looks. More than 2 % above it engines pause.
 """
 
 from __future__ import annotations
@@ -93,11 +92,6 @@ class Usage:
     def num_files(self) -> int:
         return min(MAX_COUNT, self.others[1] + sum(n for _, n in self.namespaces.values()))
 
-    def tenant_nbytes(self, tenant: str) -> int:
-        """Return the bytes of a tenant's namespaces."""
-        of = (ns for ns, owner in self.tenants.items() if owner == tenant)
-        return min(MAX_COUNT, sum(self.namespaces[ns][0] for ns in of if ns in self.namespaces))
-
 
 @dataclass(frozen=True, slots=True)
 class Scope:
@@ -166,7 +160,7 @@ def smallest(
 
 @dataclass(frozen=True, slots=True)
 class RootState:
-    """What an engine is told of its root. Counts of what was pruned are of the present leader."""
+    """The state of a root, as an engine is told. Counts of pruned files are of the present leader."""
 
     known: bool = False  # whether stores may begin: the sizes are known, or no bound is on them
     sequence: int = 0  # of the usage
@@ -180,7 +174,6 @@ class RootState:
     holder: bool = False
     counted_at_ms: int = 0
     namespace_nbytes: int = 0  # of the engine's own
-    tenant_nbytes: int = 0
     # By the kind of bound (root, tenant, free): its limit, and what is left of it.
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     kept_free: int = 0  # bytes that must stay free
@@ -232,7 +225,6 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         bounds=bounds,
         counted_at_ms=usage.at_ms,
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
-        tenant_nbytes=usage.tenant_nbytes(mine.tenant) if mine.tenant is not None else 0,
         kept_free=usage.kept_free if "free" in bounds else 0,
         writers=len(usage.counted),
         counted=min(mine.written, usage.counted.get(mine.name, 0)),

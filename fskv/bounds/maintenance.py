@@ -1,9 +1,8 @@
-"""Keeps a root within its bounds, in a process of its own for each engine: `python -m fskv.maintenance`.
+"""The maintenance process of an engine, which keeps a root within its bounds: `python -m fskv.maintenance`.
 
-It is a process of its own so that neither its work nor a mount that hangs under it can touch the engine. It
-does three things: it publishes its engine's heartbeat; it tells the engine the state of the root, and what
-was pruned, by whomever; and if it holds the lease (fskv.bounds.lease) it counts, prunes and cleans for all. A
-process without the lease reads a small file a second and nothing else.
+A process of its own keeps its work, and a hung mount, away from the engine. It publishes the engine's
+heartbeat. It tells the engine the state of the root, and the pruned chunks. With the lease
+(fskv.bounds.lease) it counts, prunes and cleans for all. Without the lease it reads one small file a second.
 
 Asynchronous: the leader's work is at most one task, which walks and removes in worker threads.
 """
@@ -52,7 +51,7 @@ _LEAST_ROOM = 4 << 20  # for the lease, the heartbeats and a snapshot
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a step has found."""
+    """The findings of a step."""
 
     usage: Usage | None
     heartbeats: list[Heartbeat]  # where we lead; else our own
@@ -338,7 +337,7 @@ class Maintainer:
         return usage
 
     def _is_busy_for_another_term(self) -> bool:
-        """Whether work goes on that was begun before the lease was lost and taken again."""
+        """Return whether work goes on that was begun before the lease was lost and taken again."""
         busy = self._work is not None and not self._work.done()
         return busy and self._leader is not None and not self._leader.is_of(self._lease.term)
 

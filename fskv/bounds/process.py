@@ -1,7 +1,7 @@
-"""The maintenance process as its engine has it: two pipes, and whether it still runs.
+"""The engine's end of its maintenance process: two pipes, and whether the process still runs.
 
-It is no descendant of the engine: vLLM's server ends an engine with SIGKILL, and all that descend from it
-(vllm.v1.utils.shutdown). What is to be ended then is ended by this process, which must outlive them.
+The process is no descendant of the engine. vLLM's server ends an engine and all its descendants with SIGKILL
+(vllm.v1.utils.shutdown), and this process must outlive them to clean up.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MaintenanceProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it runs: it has the other end of the pipe open."""
+        """Return whether it runs: it has the other end of the pipe open."""
         self._starter.poll()  # reaps it
         poll = select.poll()
         poll.register(self._stdout.fileno(), 0)

@@ -1,6 +1,6 @@
-"""Runs a Maintainer for one engine, as `python -m fskv.maintenance`: it hears the engine, and how that ends.
+"""Runs a Maintainer for one engine, as `python -m fskv.maintenance`, until the engine ends.
 
-It ends with its engine, takes the heartbeat away, and says so in the engine's health file.
+Then it removes the heartbeat and writes `ended` into the engine's health file.
 
 Asynchronous: one task for the engine's messages, beside the leader's work.
 """
@@ -46,7 +46,7 @@ class Outbox:
         return self._flush() and self._write(msgpack.packb(message))
 
     def is_heard(self) -> bool:
-        """Whether anybody has the other end of the pipe open."""
+        """Return whether anybody has the other end of the pipe open."""
         poll = select.poll()
         poll.register(self._fd, 0)  # POLLERR is told without being asked for
         return not poll.poll(0)

@@ -1,8 +1,8 @@
-"""Reads and writes the files by which the engines of a root know of each other: heartbeats and usage.
+"""Reads and writes the shared files of a root's engines: heartbeats and usage.
 
-They lie in one directory, into which the leader renames `usage.json` at each of its looks: so NFS clients
-list it anew. Every writer of the root can put anything here. So no more is read than anybody writes, unknown
-keys are ignored, and a file that is not understood is left out, told of, and removed when it is a day old.
+They lie in one directory. The leader renames `usage.json` into it at each look, so NFS clients list it anew.
+Every writer of the root can put anything here. So reads are bounded and unknown keys are ignored. A file that
+cannot be parsed is left out, logged, and removed after a day.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Moves files between KV pages and the root: jobs, I/O threads, deadlines, what a file is worth."""
+"""Moves files between KV pages and the root: jobs, I/O threads, deadlines, the judgement of files."""

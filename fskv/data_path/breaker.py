@@ -33,7 +33,7 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         log: StateLog | None = None,
     ) -> None:
-        """What opens and closes it is said in `log`."""
+        """`log` gets a line for each opening and closing."""
         self._log = log
         self._opened_at = 0.0
         self.num_openings = 0
@@ -47,7 +47,7 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether operations are being turned away; reading it never lets a probe through."""
+        """Return whether operations are being turned away; reading it never lets a probe through."""
         return self._failures_in_row >= self._threshold
 
     def allows(self) -> bool:

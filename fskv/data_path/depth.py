@@ -1,7 +1,7 @@
-"""How many chunks a worker has at the disk at once, if nobody says it: by how long the mount takes to answer.
+"""The number of chunks that a worker has at the disk at once, from the mount's answer time.
 
-An I/O thread has one chunk in hand. It waits for the mount's answer and then moves bytes; the longer the
-answer takes beside the bytes, the more threads wait at the same time. docs/benchmarks.md, "How many threads".
+An I/O thread has one chunk in hand. It waits for the mount's answer and then moves bytes. The longer the
+answer takes beside the bytes, the more threads should wait at once. docs/benchmarks.md, "How many threads".
 """
 
 from __future__ import annotations

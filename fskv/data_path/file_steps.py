@@ -1,6 +1,6 @@
-"""What I/O threads do in Python: all of a file where slots are not in host memory, else what `_native` left.
+"""The Python side of I/O threads: whole files without a slot in host memory, and files that `_native` left.
 
-Nothing here changes a job. What became of a file is appended to `done`, for the engine's thread.
+Nothing here changes a job. Outcomes are appended to `done`, for the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A job of the engine and its files on their way: what is known of them, on the engine's thread alone.
+"""A job of the engine and the state of its files, on the engine's thread alone.
 
-`runner` makes jobs, runs them and reports them. I/O threads see of a job its guard and its files.
+`runner` makes jobs, runs them and reports them. I/O threads see a job's guard and its files, nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FileOutcome(NamedTuple):
 
 
 class State(IntEnum):
-    """Where a transfer is in the queue and on its thread; `State` in csrc/types.h, which draws the ways."""
+    """The place of a transfer in the queue and on its thread; `State` in csrc/types.h draws the ways."""
 
     NEW = 0
     PARKED = 1
@@ -68,7 +68,7 @@ _NOT_AT_DISK = (State.GATHERING, State.WAITING, State.SCATTERING, State.DONE)
 
 
 class NativeEvent(IntEnum):
-    """What became of a transfer outside the interpreter; the order is that of `Kind` in csrc/queue.c."""
+    """The outcome of a transfer outside the interpreter; the order is that of `Kind` in csrc/queue.c."""
 
     GATHERED = 0
     STORED = 1
@@ -85,7 +85,7 @@ STATUS_OF: dict[int, Status] = {
 
 
 class Stage(Enum):
-    """Where a file is for the engine: MOVING -> (a store: WRITING) -> ENDED.
+    """The place of a file for the engine: MOVING -> (a store: WRITING) -> ENDED.
 
     The pages are in use only while it is MOVING; `State` says what its thread does with them.
     """
@@ -146,7 +146,7 @@ class FileTask:
 
 
 class Job:
-    """What the engine asked for in one call. `fired_at` is set by the thread that waits for events."""
+    """One call of the engine and its files. `fired_at` is set by the thread that waits for events."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Job:
         self.guard.abandon()
 
     def overdue(self, now: float) -> bool:
-        """Whether it has to be given up now. A deadline is the disk's: it begins anew with the event."""
+        """Say whether to give it up now. A deadline is the disk's: it begins anew with the event."""
         if not self.num_moving or now - self.submitted_at < self.allowed_s:
             return False
         fired_at = self.fired_at

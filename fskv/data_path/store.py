@@ -1,9 +1,9 @@
-"""Puts chunks into files and gets them back, checked. The only place that decides what a file is worth.
+"""Writes chunks into files and reads them back, checked: the only judge of a file on the data path.
 
 `put` and `get` run on the I/O threads of a JobRunner, each with a slot of its own; they touch no KV page.
-Every outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and is never
-changed afterwards; `get` returns OK only after the header, the identity, the key and every row that covers
-the wanted blocks were checked; a file that failed a check is gone or suspect before anybody is told.
+Every outcome is a `Status`; only bugs raise. Invariants: a file becomes visible by one rename and never
+changes afterwards. `get` returns OK only after it has checked the header, the identity, the key and every row
+of the wanted blocks. A file that failed a check is removed or suspect before the outcome is told.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOG_WINDOW_S = 60.0
 
 
 class Directory(Protocol):
-    """What the store needs from an open namespace directory (fskv.root.root.NamespaceDir)."""
+    """The store's needs of an open namespace directory (fskv.root.root.NamespaceDir)."""
 
     @property
     def path(self) -> str: ...

@@ -156,7 +156,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
 
 
 def has_fired(ready: Ready) -> bool:
-    """Whether an event has fired. One that cannot be asked has not: who waits for it will be told."""
+    """Return whether an event has fired. One that cannot be asked has not; its waiter will get the error."""
     try:
         return ready.query()
     except Exception:

@@ -1,1 +1,1 @@
-"""Adapters: each puts fskv.offload into an engine's words, and knows what its KV depends on."""
+"""Adapters: each translates fskv.offload for one engine, and derives the identity of its KV."""

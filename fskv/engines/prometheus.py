@@ -1,4 +1,4 @@
-"""fskv.observe.metrics in Prometheus' words, in a process whose engine publishes all collectors there are."""
+"""Publishes fskv.observe.metrics to Prometheus, in a process whose engine serves all collectors."""
 
 from __future__ import annotations
 

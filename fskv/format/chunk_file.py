@@ -52,7 +52,7 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What every chunk file of one group (of one rank) looks like; all its files have one size.
+    """The layout of every chunk file of one group (of one rank); all its files have one size.
 
     The payload is `num_blocks` blocks of `page_nbytes` pages each, block after block without holes,
     then zeros up to a multiple of 4096. `digest` (16 bytes) stands for everything that must agree
@@ -187,7 +187,7 @@ def check_digests(found: bytes, first_row: int, expected: bytes) -> None:
 
 
 class HeaderPieces(NamedTuple):
-    """What all headers of a group's files have in common, in the order in which they are written.
+    """The common fields of all headers of a group's files, in the order of writing.
 
     The map is head, the key, middle, first_block, rows, the row digests, tail, written_at.
     """

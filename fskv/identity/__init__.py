@@ -1,1 +1,1 @@
-"""Which weights are these? Fingerprints of checkpoints, read from untrusted files."""
+"""Fingerprints of checkpoints, read from untrusted files, and the rule for settings."""

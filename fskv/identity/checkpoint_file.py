@@ -1,10 +1,10 @@
-"""One open file of a checkpoint: the only place that reads one, and everything in it is untrusted.
+"""One open file of a checkpoint: the only reader of such files, whose content is untrusted.
 
-A file is opened without waiting (a FIFO would block for ever), must be a regular one, and is read in pieces
-that the caller has bounded. Whatever the system refuses becomes a ConfigError that names the path.
+A file is opened without waiting (a FIFO would block for ever) and must be a regular one. Every read is
+bounded by the caller. An error of the system becomes a ConfigError with the path.
 
-Used by fskv.identity.fingerprint and fskv.identity.checkpoint_samples, from any thread; no state is shared
-between two files.
+Used by fskv.identity.fingerprint and fskv.identity.checkpoint_samples, from any thread. Two files share no
+state.
 """
 
 from __future__ import annotations

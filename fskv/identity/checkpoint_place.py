@@ -1,4 +1,4 @@
-"""Where the files of a model are on this machine, and what it is called: a path, or a snapshot of the hub."""
+"""The place of a model's files on this machine, and its name: a path, or a snapshot of the hub."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The rule for settings: each one that is set counts, but those that a list names as harmless.
+"""The rule for settings: each setting enters the identity, except those on a list of harmless ones.
 
-A setting that no list names splits by itself, also one of a later version. So two engines may have namespaces
-of their own where they could share, and never one where they must not. Each adapter lists what is harmless of
-its engine. The libraries that all engines stand on are here.
+A setting without an entry splits namespaces, a new one of a later version too. So two engines may fail to
+share, and never share wrongly. Each adapter lists the harmless settings of its engine; this module lists
+those of common libraries.
 
-A manifest is read by many. A number enters it as it is, other values as a digest beside their name. A secret
-does not enter it. What may be one, by its name, enters as a digest without a name.
+Many users can read a manifest. A number enters it as it is, another value as a digest beside its name. A
+secret stays out. A setting with a name like a secret's enters as a digest without the name.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _leaves(config: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any, An
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value only holds fields. A model's configuration is a dataclass too, with a way to JSON."""
+    """Return whether a value only holds fields; a model's configuration is a dataclass with a way to JSON."""
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_dataclass and not hasattr(value, "to_dict")
 

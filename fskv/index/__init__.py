@@ -1,1 +1,1 @@
-"""What is on disk, from memory: presence of chunks, walks of a namespace, its snapshot."""
+"""The knowledge of files on disk: presence of chunks, walks of a namespace, its snapshot."""

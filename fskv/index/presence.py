@@ -78,7 +78,7 @@ _REFUSED: Answer = (Presence.MISS, Status.BREAKER)
 
 
 class Findings(NamedTuple):
-    """What a probe saw: for each chunk whether it is there, and how long the disk took for all."""
+    """A probe's answers for its chunks, and the time that the disk took for all."""
 
     there: Sequence[int]
     seconds: float
@@ -117,7 +117,7 @@ class _Removal(NamedTuple):
 
 
 class PresenceIndex:
-    """What is known of the chunks of one namespace, and the probes that find it out."""
+    """The known presence of a namespace's chunks, and the probes that find it out."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class PresenceIndex:
                 removed.popitem(last=False)
 
     def known_present(self, chunk: ChunkId) -> bool:
-        """Whether a store of it would be wasted: a fresh, positive answer is in memory."""
+        """Return whether a store of it would be wasted: a fresh, positive answer is in memory."""
         entry = self._entries.get(chunk)
         return (
             entry is not None
@@ -344,7 +344,7 @@ class PresenceIndex:
     # --- removed chunks ---------------------------------------------------------------------
 
     def _is_void(self, key: Key, removals: int) -> bool:
-        """Whether a HIT that was true after `removals` removals has been removed since."""
+        """Return whether a HIT that was true after `removals` removals has been removed since."""
         name = bytes.fromhex(namespace.chunk_name(key[0]))
         removal = self._removed.get((name, key[1]))
         return removal is not None and removal.number > removals
@@ -415,7 +415,7 @@ class PresenceIndex:
         )
 
     def _is_patient(self, until: float, now: float) -> bool:
-        """Whether what was to be known until then may come later: the disk answers, and it is worth it."""
+        """Return whether an answer may come later than then: the disk answers, and it is worth it."""
         return now < until + self._patience_s and now - self._answered_at <= self._timeout_s
 
     def _give_up_late_batches(self, now: float) -> None:
@@ -457,7 +457,7 @@ class PresenceIndex:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Where one rank's chunk files are, and their sizes by group index; `rank` as in their names."""
+    """The place of one rank's chunk files, and their sizes by group index; `rank` as in their names."""
 
     namespace_path: str
     rank: int | None

@@ -1,16 +1,16 @@
-"""Walks the chunk files of a namespace: what is there, how large it is on disk, when it was last used.
+"""Walks the chunk files of a namespace: their names, sizes on disk and last uses.
 
-Asynchronous: directories are listed in worker threads, a batch of shards at a time, so that the round trips
-of a network file system overlap. A bad entry never raises: what is not a chunk file or a part is *foreign*,
-and is counted and named, never touched. A walk can be resumed at any shard, and passes over directories that
-have not changed since the caller last saw them.
+Asynchronous: worker threads list directories, a batch of shards at a time, so that the round trips of a
+network file system overlap. A bad entry never raises. An entry that is no chunk file and no part is
+*foreign*: counted and named, never touched. A walk can be resumed at any shard, and skips directories without
+a change since the caller's last look.
 
-A symbolic link in the place of a directory of chunks is foreign: whoever removes what a walk has found
-removes nothing outside of the namespace.
+A symbolic link in the place of a directory of chunks is foreign, so the removal of walked files stays inside
+the namespace.
 
 A directory's mtime says that names came or went, not that files were used: the mtimes of files in an
-unchanged directory may be newer than what is remembered. Who removes files looks at them again first
-(fskv.bounds.evict).
+unchanged directory may be newer than remembered. fskv.bounds.evict looks at a file again before it removes
+it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(slots=True)
 class Shard:
-    """What was found in one directory of chunks."""
+    """The findings in one directory of chunks."""
 
     idx: int
     dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again

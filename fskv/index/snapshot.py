@@ -1,9 +1,23 @@
-"""A namespace's catalogue: every chunk file that is known, in memory and as a snapshot on disk.
+"""The catalogue of a namespace: every known chunk file, in memory and as a snapshot on disk.
 
-40 bytes a file in memory and on disk. The snapshot lets tools and an engine that starts again know what is
-there without a walk; together with the directories' mtimes in it only what has changed is listed. It is
-written by whoever holds the lease (fskv.bounds.lease), read by anybody, and only ever decides what is
-counted and pruned: a load checks the file itself. A snapshot that fails a check is as good as none.
+40 bytes a file in memory and on disk. With the snapshot a tool or a new engine needs no full walk: it lists
+only directories whose mtime has changed. The leader writes the snapshot (fskv.bounds.lease), and anybody may
+read it. It decides only about counting and pruning: a load checks the file itself. A snapshot that fails a
+check is ignored.
+
+`snapshot.msgpack` is a msgpack fixmap of these six fields, `snapshot` first, `records` last. Integers are
+little endian:
+
+    snapshot      1, name and value in the shortest encoding
+    taken_at_ns   time of the listing by the file system's clock, ns since 1970
+    dir_mtimes    4096 i64: mtime in ns of each directory at its listing; 0: absent; -2: to be listed again
+    counts        4096 u32: records of each directory
+    digest        XXH3-64 (8 bytes, big endian) of taken_at_ns (8 bytes), dir_mtimes, counts, all records
+    records       bin 32, 40 bytes a file, by directory (the first three hex digits of the name): XXH3-128
+                  (big endian), group u32, rank + 1 u32 or 0, mtime in ns i64, bytes on disk u64
+
+It is a regular file. Less than 64 KiB stand before the records and nothing behind them. Group and rank are at
+most 999999, bytes on disk at most 2^62 - 1, and no two neighbours are the same file.
 """
 
 from __future__ import annotations
@@ -55,7 +69,7 @@ def _digest(taken_at_ns: int, mtimes: bytes, counts: bytes, records: Iterable[An
 
 
 class Catalogue:
-    """What is known of one namespace. One owner: the process that maintains the root, or a tool."""
+    """The known files of one namespace. One owner: the process that maintains the root, or a tool."""
 
     def __init__(self, namespace: str) -> None:
         """`namespace` is the path of its directory."""
@@ -78,7 +92,7 @@ class Catalogue:
 
     @property
     def now_ns(self) -> int:
-        """What the file system's clock says now; 0: this process does not know."""
+        """The file system's clock now; 0: unknown."""
         if not self.taken_at_ns or not self._refreshed_at_ns:
             return 0
         return self.taken_at_ns + time.monotonic_ns() - self._refreshed_at_ns
@@ -155,7 +169,7 @@ class Catalogue:
 
     @property
     def is_bare(self) -> bool:
-        """Whether no directory of chunks was seen."""
+        """Return whether no directory of chunks was seen."""
         return not (self._dir_mtimes or self._shards or self.parts or self.foreign)
 
     def _put(self, shard: int, records: Records, dir_mtime_ns: int) -> None:
@@ -247,7 +261,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What stands before the records of a snapshot, not yet checked against its digest."""
+    """The part before the records of a snapshot, not yet checked against its digest."""
 
     nbytes: int
     taken_at_ns: int
@@ -315,7 +329,7 @@ def _read_from(file: RegularFile) -> tuple[_Head, Records]:
 
 
 class _Possible:
-    """Whether records, piece by piece, are of the files that can stand in a namespace, in their order.
+    """Return whether records, piece by piece, are of the files that can stand in a namespace, in their order.
 
     The digest is no secret. But a name is in one directory and once in it, so what whoever can write to the
     root has made up needs as much room on the disk as here: a hole is the same record again and again.

@@ -1,1 +1,1 @@
-"""What `--kv-transfer-config` may say of fskv, in vLLM's words: pure, for the adapters and for tools."""
+"""The judgement of `--kv-transfer-config`, in vLLM's words: pure, for the adapters and for tools."""

@@ -1,8 +1,8 @@
-"""The settings of vLLM beside fskv's options with which it cannot work, or does less. Pure.
+"""Settings of vLLM that fskv refuses, or with which it does less. Pure.
 
-`REFUSED` and `LESS` are the only list. The preflight and the workers refuse what they know to be in it.
-`fskv doctor --config` says what it finds in a server's line. docs/vllm.md has the same table, which a test
-compares. What only vLLM can tell is in fskv.engines.vllm.refusals.
+`REFUSED` and `LESS` are the only list. The preflight and the workers refuse the settings that they can see.
+`fskv doctor --config` reports those of a server's line. A test compares the table of docs/vllm.md.
+fskv.engines.vllm.refusals has the settings that only vLLM can tell.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """Whether the engine must not start. With others it does, and fskv does less."""
+        """Return whether the engine must not start. With others it does, and fskv does less."""
         return self in REFUSED
 
     @property

@@ -91,7 +91,7 @@ class MultiConfig:
         known = [each.name for each in fields(cls)]
         for name, value in options.items():
             if name not in known:
-                hint = "those of a child go into the child, all others are in docs/vllm.md"
+                hint = "those of a child go into the child, all others are in docs/options.md"
                 raise unknown(name, value, known, hint)
         written = options.get("connectors")
         if not isinstance(written, list | tuple) or not written:

@@ -1,1 +1,1 @@
-"""What fskv shows of itself: metrics, lines in the log, the health file."""
+"""The signs of fskv's state: metrics, lines in the log, the health file."""

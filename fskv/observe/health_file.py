@@ -1,11 +1,10 @@
-"""The health file: decides "ok", "degraded" or "off", since when, and writes it.
+"""The health file: the state of the cache, its conditions and its beginning, for probes and people.
 
-For probes and people that cannot read metrics. Written by one daemon thread: when something has changed,
-looked at once a second, and every EVERY_S seconds, so that an old file is that of an engine that is gone.
-Nobody waits for that thread: where the file's directory hangs, it hangs alone. `look` is called on it, so it
-must only read what other threads assign.
+One daemon thread writes it: after a change, at most once a second, and every EVERY_S seconds. An old file
+therefore belongs to an engine that is gone. Nobody waits for that thread, so a hung directory hangs it alone.
+`look` runs on it and must only read attributes that other threads assign.
 
-The file is small (what is said of a condition is cut) and replaced by rename: never seen half written.
+The file is small (texts are cut) and replaced by rename: no reader sees half of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The numbers fskv reports: names, meanings, and a counter set that any thread may add to.
+"""The metrics of an engine: their names and meanings, and counters that any thread may add to.
 
-Engine adapters drain the counters and hand them to the engine's own metrics. Standard library only.
+An engine's adapter drains the counters and publishes them. Standard library only.
 
-A new metric is a constant here and in ALL_METRICS, and a row of docs/metrics.md: test_metrics_doc.py
-says which. A label has few values: reasons, bounds, or one of this engine.
+A new metric is a constant here and an entry of ALL_METRICS. `make reference` writes it into
+docs/metrics.md. A label has few values: reasons, bounds, or one value of this engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class Metric:
 Gauge = Metric | tuple[Metric, str]
 
 LOOKUP_HITS = Metric(
-    "fskv_lookup_hits", "counter", "chunks", "Chunks found present, once per request."
+    "fskv_lookup_hits", "counter", "chunks", "Chunks that a lookup found, once per request."
 )
 LOOKUP_MISSES = Metric(
     "fskv_lookup_misses",
     "counter",
     "chunks",
-    "Chunks a request missed, once per request and reason: absent, timed_out, io_error, quarantined, "
-    "breaker.",
+    "Chunks that a lookup did not find, once per request and reason: absent (never stored, or"
+    " another namespace), timed_out (no answer within `lookup_timeout_s`), io_error, "
+    "quarantined (a load failed shortly before), breaker.",
     "reason",
     values=("absent", "timed_out", "io_error", "quarantined", "breaker"),
 )
@@ -49,42 +50,52 @@ LOAD_FAILURES = Metric(
     "fskv_load_failures",
     "counter",
     "chunks",
-    "Chunks that were a hit but could not be loaded, so that the request is recomputed: absent, "
-    "stale, corrupt, denied, timed_out, io_error, breaker.",
+    "Chunks that a lookup found and a load did not deliver; the engine recomputes the "
+    "request. Reasons: absent (removed meanwhile), stale (another chunk's file under this "
+    "name), corrupt (a checksum failed), denied, timed_out, io_error, breaker.",
     "reason",
     values=(
         *("absent", "stale", "corrupt"),
         *("denied", "timed_out", "io_error", "breaker"),
     ),
 )
-LOADED_CHUNKS = Metric("fskv_loaded_chunks", "counter", "chunks", "Chunks loaded and checked.")
-LOADED_BYTES = Metric("fskv_loaded_bytes", "counter", "bytes", "KV bytes loaded and checked.")
+LOADED_CHUNKS = Metric(
+    "fskv_loaded_chunks",
+    "counter",
+    "chunks",
+    "Chunks that were loaded and passed every check, those of failed requests included.",
+)
+LOADED_BYTES = Metric("fskv_loaded_bytes", "counter", "bytes", "KV bytes of the loaded chunks.")
 LOAD_SECONDS = Metric(
-    "fskv_load_seconds", "counter", "seconds", "Time of I/O threads spent in chunk loads."
+    "fskv_load_seconds",
+    "counter",
+    "seconds",
+    "Time that I/O threads spent on loads; bytes divided by it is the rate of one thread.",
 )
 LOAD_LATENCY = Metric(
     "fskv_load_latency_seconds",
     "histogram",
     "seconds",
-    "From the moment a request's load is begun until it has ended, good or not.",
+    "Time from the start to the end of a request's load, good or bad; with several ranks each"
+    " counts its part.",
     # A load may take as long as its deadline, 30 s at most by default.
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 STORED_CHUNKS = Metric(
-    "fskv_stored_chunks", "counter", "chunks", "Chunk files written and made visible."
+    "fskv_stored_chunks", "counter", "chunks", "Chunk files that were written and made visible."
 )
-STORED_BYTES = Metric("fskv_stored_bytes", "counter", "bytes", "Bytes of those files.")
+STORED_BYTES = Metric("fskv_stored_bytes", "counter", "bytes", "Bytes of the stored chunk files.")
 STORE_SECONDS = Metric(
-    "fskv_store_seconds", "counter", "seconds", "Time of I/O threads spent in chunk stores."
+    "fskv_store_seconds", "counter", "seconds", "Time that I/O threads spent on stores."
 )
 STORES_SKIPPED = Metric(
     "fskv_stores_skipped",
     "counter",
     "chunks",
-    "Chunks not stored: exists (another engine was first), skipped (queue full, or the pages were "
-    "needed elsewhere or given up at a reset), incomplete (blocks of the chunk were gone), capacity (a "
-    "bound is reached and pruning is not that far yet), breaker, no_space, denied, timed_out, absent or "
-    "stale (directories vanished).",
+    "Chunks that were not stored. Reasons: exists (another engine was first), skipped (the "
+    "queue was full, or the engine took the pages back), incomplete (the engine had freed "
+    "blocks of the chunk), capacity (a bound is reached), breaker, no_space, denied, "
+    "timed_out, io_error, absent or stale (directories vanished).",
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
@@ -93,87 +104,95 @@ REQUESTS = Metric(
     "fskv_requests",
     "counter",
     "requests",
-    "Requests for which files were looked up, once each: hit (a load was begun), miss (no file for it beyond "
-    "the engine's own cache), unused (a hit was declined, or another connector's was taken).",
+    "Requests with a lookup, by result: hit (a load began), miss (no file beyond the engine's"
+    " own cache), unused (the hit was declined, or another connector served it).",
     "result",
     values=("hit", "miss", "unused"),
 )
 PENDING_LOADS = Metric(
-    "fskv_pending_loads", "gauge", "requests", "Requests whose load was begun and has not ended."
+    "fskv_pending_loads", "gauge", "requests", "Requests whose load has begun and not ended."
 )
 LOADED_REQUESTS = Metric(
     "fskv_loaded_requests", "counter", "requests", "Requests whose KV was loaded from files."
 )
 LOADED_TOKENS = Metric(
-    "fskv_loaded_tokens", "counter", "tokens", "Tokens of those that were loaded and not computed."
+    "fskv_loaded_tokens",
+    "counter",
+    "tokens",
+    "Prompt tokens that were loaded from files and not computed.",
 )
 SAVED_SECONDS = Metric(
     "fskv_saved_seconds",
     "counter",
     "seconds",
-    "How long computing those was predicted to take, less what loading them took.",
+    "Predicted time to compute the loaded tokens, less the time of their loads; 0 until a "
+    "prefill rate is known.",
 )
 # Load or recompute (`load_budget`).
 DECLINED_TOKENS = Metric(
     "fskv_declined_tokens",
     "counter",
     "tokens",
-    "Tokens of hits that were not loaded, because a load before them was given up.",
+    "Tokens of hits that were recomputed because an earlier load was given up (`load_budget`).",
 )
 CUT_LOADS = Metric(
     "fskv_cut_loads",
     "counter",
     "loads",
-    "Loads that were given up at their time limit or deadline, so that the request is recomputed.",
+    "Loads that were given up at their time limit or deadline; the engine recomputes the request.",
 )
 PREFILL_RATE = Metric(
     "fskv_prefill_rate",
     "gauge",
     "tokens per second",
-    "Prompt tokens that the engine's last steps computed in a second; older steps weigh less.",
+    "Prompt tokens per second of recent steps with at least 256 prompt tokens, weighted "
+    "towards new ones.",
 )
 SLOTS_IN_USE = Metric(
     "fskv_staging_slots_in_use",
     "gauge",
     "slots",
-    "Staging slots in use, parked ones included.",
+    "Staging slots in use, those of hung threads included; with several ranks the value of one.",
 )
 THREADS_HUNG = Metric(
     "fskv_io_threads_hung",
     "gauge",
     "threads",
-    "I/O threads past their deadline that have not returned.",
+    "I/O threads past their deadline whose call has not returned; with several ranks the "
+    "value of one.",
 )
 STORE_QUEUE = Metric(
     "fskv_store_queue_chunks",
     "gauge",
     "chunks",
-    "Chunks that wait to be stored or are being written.",
+    "Chunks that wait for a store or are being written; with several ranks the value of one.",
 )
 BREAKER_OPEN = Metric(
     "fskv_breaker_open",
     "gauge",
     "0 or 1",
-    "Whether the root is left alone after failures in a row.",
+    "1 while the breaker of the scheduler or of a worker is open, so that fskv leaves the "
+    "root alone. A worker's state is that of the engine's last step.",
 )
 BREAKER_OPENINGS = Metric(
     "fskv_breaker_openings",
     "counter",
     "times",
-    "How often the breaker opened: also what was over before anybody looked at the gauge.",
+    "Openings of the scheduler's breaker, those between two scrapes included.",
 )
 WEIGHTS_IN_DOUBT = Metric(
     "fskv_weights_in_doubt",
     "gauge",
     "0 or 1",
-    "Whether the engine neither loads nor stores until its next start, because its weights may have changed.",
+    "1 when the weights may have changed; the engine then neither loads nor stores until its "
+    "next start.",
 )
 OFF = Metric(
     "fskv_off",
     "gauge",
     "0 or 1",
-    "Whether the engine neither loads nor stores as long as it runs: vLLM does not use its KV again, or fskv "
-    "does not know how its KV lies.",
+    "1 when the engine neither loads nor stores while it runs, because prefix caching is off "
+    "or the KV layout is unknown.",
 )
 KNOWN_CHUNKS = Metric(
     "fskv_known_chunks",
@@ -185,17 +204,17 @@ QUARANTINED_CHUNKS = Metric(
     "fskv_quarantined_chunks",
     "gauge",
     "chunks",
-    "Chunks that count as missing because a load of them failed, for 30 s or until they are "
-    "stored again. Beyond 1,000 the oldest are not counted.",
+    "Chunks that count as missing after a failed load, for 30 s or until they are stored "
+    "again; at most 1,000 are counted.",
 )
 ROOT_INFO = Metric(
-    "fskv_root_info", "gauge", "1", "Always 1; its label is the root of this engine.", "root"
+    "fskv_root_info", "gauge", "1", "Always 1; the label is the root of this engine.", "root"
 )
 NAMESPACE_INFO = Metric(
     "fskv_namespace_info",
     "gauge",
     "1",
-    "Always 1; its label is the directory of this engine's namespace in the root.",
+    "Always 1; the label is this engine's namespace.",
     "namespace",
 )
 
@@ -204,79 +223,84 @@ ROOT_BYTES = Metric(
     "fskv_root_bytes",
     "gauge",
     "bytes",
-    "On disk, in chunk files of the whole root, when last counted.",
+    "Disk usage of all chunk files of the root, by the last count.",
 )
-ROOT_FILES = Metric("fskv_root_files", "gauge", "files", "Chunk files of the whole root.")
+ROOT_FILES = Metric("fskv_root_files", "gauge", "files", "Chunk files of the root.")
 ROOT_FREE_BYTES = Metric(
-    "fskv_root_free_bytes", "gauge", "bytes", "Free on the root's file system, for this user."
+    "fskv_root_free_bytes", "gauge", "bytes", "Free space of the root's file system for this user."
 )
 NAMESPACE_BYTES = Metric(
     "fskv_namespace_bytes",
     "gauge",
     "bytes",
-    "On disk, in chunk files of this engine's namespace, when last counted.",
-)
-TENANT_BYTES = Metric(
-    "fskv_tenant_bytes",
-    "gauge",
-    "bytes",
-    "On disk, in chunk files of all namespaces of this engine's tenant; only with `tenant`.",
+    "Disk usage of the chunk files of this engine's namespace, by the last count.",
 )
 BOUND_BYTES = Metric(
     "fskv_bound_bytes",
     "gauge",
     "bytes",
-    "Bounds that hold for this engine now, whoever declared them: root, tenant, and free (what "
-    "may be in use on the file system). +Inf: no more.",
+    "The bounds in force: root, tenant, and free (the most that may be in use on the file "
+    "system). The smallest bound of all engines and watchers counts. +Inf: none.",
     "bound",
 )
 BOUND_LEFT_BYTES = Metric(
     "fskv_bound_left_bytes",
     "gauge",
     "bytes",
-    "What is left of such a bound; 0 if none.",
+    "Space left below the bound; 0 at the bound.",
     "bound",
 )
 COUNTED_AT = Metric(
     "fskv_counted_at_seconds",
     "gauge",
     "seconds since 1970",
-    "When the root was last counted, by the clock of the node that counted; 0: never.",
+    "Time of the last count of the root, by the clock of the node that counted; 0: never.",
 )
 PRUNED_FILES = Metric(
     "fskv_pruned_files",
     "gauge",
     "files",
-    "Chunk files pruned by the present holder of the lease.",
+    "Chunk files that the present leader has pruned.",
 )
-PRUNED_BYTES = Metric("fskv_pruned_bytes", "gauge", "bytes", "What those took on disk.")
+PRUNED_BYTES = Metric(
+    "fskv_pruned_bytes", "gauge", "bytes", "Disk space of the pruned chunk files."
+)
 ORPHANS_REMOVED = Metric(
-    "fskv_orphans_removed", "gauge", "files", "Parts of dead writers removed by that holder."
+    "fskv_orphans_removed",
+    "gauge",
+    "files",
+    "Unfinished files of dead writers that the present leader has removed.",
 )
 UNREMOVABLE_FILES = Metric(
     "fskv_unremovable_files",
     "gauge",
     "files",
-    "Chunk files that could not be removed, and stay.",
+    "Chunk files that the leader could not remove; the log names the first.",
 )
 LEASE_HELD = Metric(
-    "fskv_lease_held", "gauge", "0 or 1", "Whether this engine's process maintains the root."
+    "fskv_lease_held",
+    "gauge",
+    "0 or 1",
+    "1 on the engine whose maintenance process is the leader: it counts and prunes for all.",
 )
 STORES_PAUSED = Metric(
-    "fskv_stores_paused", "gauge", "0 or 1", "Whether stores pause because the disk was full."
+    "fskv_stores_paused",
+    "gauge",
+    "0 or 1",
+    "1 while stores pause because the disk or a quota was full.",
 )
 MAINTENANCE_UP = Metric(
     "fskv_maintenance_up",
     "gauge",
     "0 or 1",
-    "Whether this engine's maintenance process runs and was heard of in the last 20 s in which the engine "
-    "listened.",
+    "1 while this engine's maintenance process runs and was heard of in the last 20 s. With 0"
+    " nothing is stored; loads go on.",
 )
 MAINTENANCE_RESTARTS = Metric(
     "fskv_maintenance_restarts",
     "counter",
     "times",
-    "How often that process had to be started again, tries that failed included.",
+    "Restarts of the maintenance process, failed attempts included.",
 )
 
 # What the scheduler counts, what deciding between load and recompute does, and what the workers do.
@@ -324,7 +348,6 @@ ALL_METRICS = (
     ROOT_FILES,
     ROOT_FREE_BYTES,
     NAMESPACE_BYTES,
-    TENANT_BYTES,
     BOUND_BYTES,
     BOUND_LEFT_BYTES,
     COUNTED_AT,
@@ -350,7 +373,7 @@ MULTI_FAILED_LOADS = Metric(
     "fskv_multi_failed_loads",
     "counter",
     "requests",
-    "Loads from this child that failed, so that the request was tried elsewhere or recomputed.",
+    "Loads from this child that failed; the request was tried elsewhere or recomputed.",
     "connector",
 )
 MULTI_GIVEN_UP = Metric(

@@ -1,10 +1,10 @@
 """One line in the log for each change of state: `event=NAME key=value ...`. docs/metrics.md lists them.
 
-For people who search logs and programs that parse them: names are stable, values are quoted as JSON where
-they have anything but plain characters. What changes to and fro is bounded: so many lines of one event in a
-window, and the first one after it says how many there were not.
+For people who search logs and programs that parse them: names are stable, and values with special characters
+are quoted as JSON. The lines of one event in a window are bounded. The first line after the window says how
+many were left out.
 
-Any thread may call; nothing is held while a line is written.
+Any thread may call; no lock is held while a line is written.
 """
 
 from __future__ import annotations

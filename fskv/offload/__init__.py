@@ -1,7 +1,7 @@
-"""What every engine stands on, free of any: `Lookup` beside its scheduler, `Mover` beside its KV pages.
+"""The engine-neutral core: `Lookup` beside an engine's scheduler, `Mover` beside its KV pages.
 
-`open_store` gives both to an engine in one process, and `BlockingStore` waits for them. docs/engine.md has
-an example, and how an engine of several processes does it.
+`open_store` gives both to an engine in one process, and `BlockingStore` waits for them. docs/engine.md has an
+example, and the way of an engine with several processes.
 """
 
 from fskv.offload.blocking import BlockingStore, Page

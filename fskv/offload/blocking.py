@@ -1,7 +1,7 @@
 """A KvStore for an engine that waits: calls from any of its threads, each within a deadline.
 
-One thread of its own steps the store; whoever calls waits beside it. A chunk is one block here, and a page
-belongs to fskv until the call that named it has returned.
+A thread of its own steps the store; callers wait beside it. A chunk is one block here, and a page belongs to
+fskv until the call that named it has returned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Page(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """What somebody waits for."""
+    """A call that waits."""
 
     stored: dict[ChunkId, bool | None] = field(default_factory=dict)  # None: not known yet
     result: JobResult | None = None

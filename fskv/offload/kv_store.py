@@ -256,7 +256,7 @@ def open_store(
     identity: Identity,
     pages: Mapping[int, Sequence[Memory]],
 ) -> KvStore:
-    """Open a store with `options` as docs/vllm.md names them, of which `root` is the only one needed."""
+    """Open a store with `options` as docs/options.md names them, of which `root` is the only one needed."""
     return KvStore(options_of(options), identity, pages)
 
 

@@ -1,7 +1,7 @@
-"""Says what is on disk and what may be stored: presence, bounds and circuit breaker of one engine.
+"""Answers which chunks are on disk and which may be stored: presence, bounds and breaker of one engine.
 
-One thread calls, the engine's scheduler's, and no call touches a disk. Until `attach` has told the namespace,
-everything is a miss and nothing is stored.
+Only the engine's scheduler thread calls, and no call touches a disk. Before `attach` everything is a miss and
+nothing is stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
 
 
 class ChunkEvents(Protocol):
-    """Whoever wants to hear which chunks became visible, and which are gone."""
+    """A listener to chunks that become visible, and to those that go."""
 
     def stored(self, chunk: ChunkId) -> None: ...
     def removed(self, chunk: ChunkId) -> None: ...
@@ -62,7 +62,7 @@ def patience(
 
 
 class Lookup:
-    """What the scheduler's side of an engine asks: is a chunk there, may it be stored. One thread."""
+    """Answers the scheduler's side of an engine: is a chunk there, may it be stored. One thread."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Lookup:
         return True
 
     def is_storing(self, chunk: ChunkId) -> bool:
-        """Whether a chunk is on its way to the disk."""
+        """Return whether a chunk is on its way to the disk."""
         return self._is_storing(chunk, time.monotonic())
 
     def _is_storing(self, chunk: ChunkId, now: float) -> bool:

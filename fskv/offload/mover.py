@@ -1,7 +1,7 @@
 """Moves chunks between an engine's KV pages and files: transport, store and I/O threads of one worker.
 
-One thread calls, the engine's own, and no call but the constructor waits for a disk. What becomes of the
-files is told twice: `poll` says which jobs need their pages no more, `take_news` what the lookup must know.
+Only the engine's own thread calls, and only the constructor waits for a disk. `poll` returns the jobs that
+need their pages no more, `take_news` the outcomes for the lookup.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STORED = metrics.STORED_CHUNKS, metrics.STORED_BYTES, metrics.STORE_SECONDS
 
 @dataclass
 class News:
-    """What a mover, or several (`merged`), tells the lookup: which chunks are stored, not stored, or bad.
+    """News of a mover, or of several (`merged`), for the lookup: which chunks are stored, not stored, or bad.
 
     Pickled where movers are processes of their own.
     """
@@ -359,7 +359,7 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Whether no file is waiting, being read or being written, by a thread that hangs neither."""
+        """Return whether no file is waiting, being read or being written, by a thread that hangs neither."""
         return not (self._runner.num_open_stores or self._runner.num_running)
 
     def _collect(self) -> None:

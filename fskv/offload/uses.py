@@ -1,10 +1,10 @@
-"""Remembers which prefixes an engine uses, so that of each what goes last is its head.
+"""Remembers the uses of prefixes, so that eviction takes the end of a prefix before its head.
 
-A request uses all chunks of its prefix, those too that the engine's own cache has. In a *use* all of them get
-one time, less a millisecond for each chunk before them, whenever they are stored or touched (`stamp_use` in
-csrc/chunk_io.h). So the deepest chunk of a prefix is its oldest, whatever was stored after its head.
-A use lasts for `touch_interval_s`. The first request that finds what a use has stored begins another: what
-was ever used is younger than what never was.
+A request uses all chunks of its prefix, including those in the engine's own cache. In a *use* all of them get
+one time, less a millisecond for each chunk before them, at every store and touch (`stamp_use` in
+csrc/chunk_io.h). So the deepest chunk of a prefix is its oldest. A use lasts for `touch_interval_s`. The
+first request that finds the chunks stored by a use begins another one, so used chunks are younger than unused
+ones.
 
 On the scheduler's thread. A prefix that was touched in its use costs a request one look into a dictionary.
 """
@@ -74,12 +74,12 @@ class Uses(Generic[_K]):
         return use, start
 
     def is_old(self, use: Begun) -> bool:
-        """Whether a request that stores more begins another use first."""
+        """Return whether a request that stores more begins another use first."""
         interval_s = self._interval_s()
         return self._clock() - use.at > max(interval_s, min(_LEAST_S, 10 * max(1.0, interval_s)))
 
     def _waits(self, keys: Sequence[_K], num: int) -> bool:
-        """Whether one of the first chunks is stored now; the one that was is asked first."""
+        """Return whether one of the first chunks is stored now; the one that was is asked first."""
         last = self._waits_for.get(keys[0])
         if last is not None and self._is_stored_now(last):
             return True

@@ -1,4 +1,4 @@
-"""What an engine shows of its cache: counters, gauges, and the conditions for the health file."""
+"""The view of an engine's cache from outside: counters, gauges, and the conditions of the health file."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ class Watch:
             shown |= root_gauges(self._lookup.capacity.state)
             shown[metrics.STORES_PAUSED] = float(self._lookup.capacity.paused)
             shown[metrics.MAINTENANCE_UP] = float(self._lookup.capacity.up)
-            if self._config.tenant is None:
-                del shown[metrics.TENANT_BYTES]
         for gauge in self._shown.keys() - shown.keys():
             # Whoever declared it is gone, and a gauge keeps its last value.
             if isinstance(gauge, tuple) and gauge[0] in _BOUNDS:
@@ -144,7 +142,6 @@ def root_gauges(state: RootState) -> dict[Gauge, float]:
         metrics.ROOT_FREE_BYTES: float(state.free),
         metrics.ROOT_FILES: float(state.files),
         metrics.NAMESPACE_BYTES: float(state.namespace_nbytes),
-        metrics.TENANT_BYTES: float(state.tenant_nbytes),
         metrics.COUNTED_AT: state.counted_at_ms / 1000,
         metrics.PRUNED_FILES: float(state.pruned_files),
         metrics.PRUNED_BYTES: float(state.pruned_nbytes),

@@ -1,1 +1,1 @@
-"""Where the bytes of chunks lie and which of them a job moves. Pure."""
+"""The place of chunks' bytes, and the chunks that a job moves. Pure."""

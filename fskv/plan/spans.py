@@ -1,11 +1,11 @@
-"""Decide, without touching anything, where the bytes of a chunk lie and which of them a job moves.
+"""Plans the copies of a job: the bytes of each chunk and their place in KV pages. Pure.
 
-`GroupLayout` says how a chunk's payload is built from pages, `plan_job` turns a job of the engine (block
-ids, group by group) into the blocks of each chunk, and csrc/pages.c those into byte spans. Pure functions
-over numbers; any thread. Called by the engine adapter; `runner` carries the plans out.
+`GroupLayout` describes how pages make a chunk's payload. `plan_job` turns a job of the engine (block ids,
+group by group) into the blocks of each chunk, and csrc/pages.c turns those into byte spans. The engine's
+adapter calls it on any thread; `runner` carries the plans out.
 
-One invariant: what `plan_job` plans for a key is that key's bytes in that key's order, or it
-plans nothing for it. A guess here would be wrong KV later.
+Invariant: `plan_job` plans for a key exactly that key's bytes in that key's order, or nothing. A guess here
+would be wrong KV later.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)  # itself only: a key for what is made of it once
 class Placement:
-    """Where the blocks of a group are: page i of block b is at `offset + b * stride` of its tensor.
+    """The place of a group's blocks: page i of block b is at `offset + b * stride` of its tensor.
 
     `places` are (tensor_idx, offset, stride, nbytes) of the layout's pages, in bytes. Made once and kept:
     `GroupLayout.placed` does.
@@ -134,7 +134,7 @@ class Placement:
 
 
 class ChunkPlan(NamedTuple):
-    """What one transfer moves of one chunk: as many blocks of it as there are ids, from `first_block` on.
+    """The blocks of one chunk that one transfer moves: as many as there are ids, from `first_block` on.
 
     `key_idx` indexes the job's flat key list; `first_block` counts within the chunk. Block i of them is the
     engine's `block_ids[i]`, `base` bytes further on in each tensor. A tuple, and no table: a model of 80
@@ -157,7 +157,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def to_end(self) -> bool:
-        """Whether its blocks are the last of the chunk."""
+        """Return whether its blocks are the last of the chunk."""
         return self.first_block + len(self.block_ids) >= self.placement.layout.num_blocks
 
     @property

@@ -1,1 +1,1 @@
-"""The directory that engines share: opened, reached through no link, and what its file system says."""
+"""The directory that engines share: opening without links, small files, facts of its file system."""

@@ -1,8 +1,8 @@
 """Directories of a root, reached through no symbolic link below it.
 
-Whoever may write to a root may put a link in the place of any directory in it. So what is written, renamed,
-removed or touched is named in a descriptor of its directory, and that descriptor is opened here. The root's
-own path may lead through links: it is the operator's.
+A writer of a root can put a link in the place of any directory. So writing, renaming, removing and touching
+use a descriptor of the directory, which this module opens. The root's own path belongs to the operator and
+may contain links.
 
 Every call touches the disk; OSError passes, with ELOOP for a link.
 """

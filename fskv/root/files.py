@@ -1,10 +1,10 @@
 """Small files that others may write to as well: the one reader, and the one way to publish.
 
-Whoever may write to a directory may put anything in the place of a file in it: a link, a FIFO whose open()
-waits for a writer, a device, or more bytes than there is memory. So a file is read here: opened without
-waiting, only if it is a regular one, and no further than its caller says.
+A writer of a directory can put anything in the place of a file: a link, a FIFO whose open() waits for a
+writer, a device, or more bytes than there is memory. So this module opens without waiting, accepts only
+regular files, and reads no further than its caller allows.
 
-A file is published here: written as a part that only its writer has, then named, whole or not at all.
+It publishes a file by writing a private part and then naming it, whole or not at all.
 
 Every call touches the disk; OSError passes.
 """

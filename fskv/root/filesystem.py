@@ -1,8 +1,8 @@
-"""What a file system says of itself and of its files, and what of it can be believed.
+"""Facts of a file system and its files, and whether they can be believed.
 
-The one home for statvfs, `st_blocks` and mtimes as bounds need them. Any of these may be no fact: CephFS says
+The one home for statvfs, `st_blocks` and mtimes as bounds need them. Each of these may be false: CephFS says
 -1 for its free inodes, btrfs has no number of inodes, a FUSE file system may answer zeros or anything, and
-some servers count no blocks. A number that cannot be true is *unknown*: nothing is pruned for it.
+some servers count no blocks. An impossible number is *unknown*, and nothing is pruned for it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def clamp_mtime(mtime_ns: int, now_ns: int) -> int:
 
 
 def is_local(path: str) -> bool | None:
-    """Whether the file system of a path is on disks of this machine; None where its kind does not say.
+    """Return whether the file system of a path is on disks of this machine; None where its kind does not say.
 
     Reads the mounts of this process, and links on the way; raises nothing.
     """
@@ -147,7 +147,7 @@ def is_local(path: str) -> bool | None:
 
 
 def shows_late(path: str) -> bool:
-    """Whether other nodes wait for a file that was written there, unless somebody sets its times.
+    """Return whether other nodes wait for a file that was written there, unless somebody sets its times.
 
     On CephFS the first stat of another client waits for the next tick of the MDS, up to 5 s, where the file
     was written with O_DIRECT: nothing has the MDS write its journal. Setting the times of the published file
@@ -157,7 +157,7 @@ def shows_late(path: str) -> bool:
 
 
 def is_full_late(path: str) -> bool:
-    """Whether a file that was written and closed there without an error may have no bytes, for want of room.
+    """Return whether a file that was written and closed without an error may be empty for want of room.
 
     The first one on CephFS whose pool is full: it has its length, and zeros. Only fsync tells (16.2,
     ceph-fuse); elsewhere write or close does. Reads what `shows_late` reads.

@@ -1,7 +1,7 @@
-"""Which directories of a root are namespaces: those whose `namespace.json` describes the directory it is in.
+"""The namespaces of a root: directories with a `namespace.json` that describes them.
 
-A name alone says nothing. What has no such manifest is foreign: it counts against the bounds of the root, and
-nothing in it is touched (docs/format.md).
+A name alone proves nothing. A directory without such a manifest is foreign: it counts against the bounds of
+the root, and nothing in it is touched (docs/format.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMESPACE = re.compile(r".+@[0-9a-f]{16}", re.DOTALL)
 
 
 class Manifests:
-    """What the manifests of a root's directories say. Each is read again when it has changed."""
+    """The manifests of a root's directories. Each is read again when it has changed."""
 
     def __init__(self, root: str) -> None:
         self._root = root

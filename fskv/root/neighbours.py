@@ -1,4 +1,4 @@
-"""Which other namespaces a root has, and by what the nearest differs: why an engine's first prompts miss."""
+"""The other namespaces of a root, and the differences to the nearest: the reason of first misses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_FIELDS = 5  # that are named; another model's that differs in more is not
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What stands beside a namespace, among those of its architecture."""
+    """The other namespaces of the same architecture, in short."""
 
     empty: bool  # nothing is stored in the namespace itself
     num_of_model: int  # others with the same name of a model

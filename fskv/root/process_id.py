@@ -1,8 +1,8 @@
-"""What processes that share a root call themselves, and when one of them is provably gone.
+"""Names of processes that share a root, and the proof that one of them is gone.
 
 A name is `<host>-<pid>-<token>-<n>`. The token is 8 hex digits of the machine's boot id and the process's pid
-namespace: two processes with the same host and token see the same process ids, so each can tell that the
-other is gone. About all others nothing can be proved: they are judged by the age of what they left.
+namespace. Two processes with the same host and token see the same process ids, so each can tell that the
+other is gone. Any other process is judged by the age of its files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Removes files and empty directories of a root, for everybody who has judged that they may go.
+"""Removes files and empty directories of a root: the only code that does.
 
-Eviction, `fskv rm`, `prune` and `verify` decide which; here is how. A directory is opened through no
-link below the root. Each name is looked at there, judged by what it is at that moment, and removed from that
-very directory. Anything but a regular file is foreign and stays, whatever a judge says. Each call returns an
-`Outcome`, and raises only where the root is away.
+Eviction, `fskv rm`, `prune` and `verify` choose them. This module opens a directory through no link below the
+root, looks at each name there, judges the file of that moment, and removes it from that very directory. Only
+regular files go; anything else is foreign and stays, whatever a judge says. Each call returns an `Outcome`,
+and raises only where the root is gone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Judge = Callable[[str, os.stat_result], str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one thing."""
+    """The outcome for one name."""
 
     path: str
     fate: Fate

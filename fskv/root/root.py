@@ -74,7 +74,7 @@ class NamespaceDir:
 
     @property
     def tmp_dir(self) -> str:
-        """Where probe files go, and the manifest before it is published."""
+        """The directory of probe files, and of the manifest before it is published."""
         return f"{self.path}/{TMP_DIR}"
 
     def part_path(self, path: str) -> str:
@@ -264,7 +264,7 @@ def _checked_path(path: str) -> str:
 
 
 def usual_modes(path: str) -> tuple[int, int]:
-    """Return the modes of directories and files that whoever made the root has used."""
+    """Return the modes of directories and files with which the root was made."""
     with suppress(OSError):
         if os.stat(f"{path}/{FORMAT_FILE}", follow_symlinks=False).st_mode & stat.S_IWGRP:
             return 0o770, 0o660

@@ -1,8 +1,8 @@
-"""Opening a chunk's file and a part's, the same way for every transport.
+"""Opens a chunk's file and a part's, the same way for every transport.
 
-What is opened is the file of that name itself, a regular one, and never waits for a peer. With `dir_fd` it
-is the file of the path's last name in that directory, wherever the path leads by now (fskv.root.beneath).
-Called on the I/O threads of a JobRunner; raises the classes of `fskv.errors`.
+It opens the regular file of that name itself and never waits for a peer. With `dir_fd` it opens the path's
+last name in that directory, wherever the path leads by now (fskv.root.beneath). Called on the I/O threads of
+a JobRunner; raises the classes of `fskv.errors`.
 """
 
 from __future__ import annotations

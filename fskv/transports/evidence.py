@@ -1,9 +1,9 @@
-"""Whether cuFile really moved bytes between storage and GPU, and how we know.
+"""The evidence that cuFile moved bytes between storage and GPU.
 
 cuFile falls back to a copy through host memory without an error. So a probe file is written and read, and
-counters are compared before and after: kvikio's own (which calls went to cuFile at all) and those of the
-nvidia-fs kernel module (which transfers were direct). `describe` turns the facts into one sentence and
-calls nothing direct that no counter shows. At start-up only.
+counters are compared before and after: kvikio's own (calls that went to cuFile) and those of the nvidia-fs
+kernel module (direct transfers). `describe` turns the facts into one sentence, and calls direct only what a
+counter shows. At start-up only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _COUNTS = re.compile(r"^(Reads|Writes)\s*:.*?\bok=(\d+)", re.MULTILINE)
 
 
 class NvidiaFs(NamedTuple):
-    """What the kernel module counted, for all processes of the machine; None where it does not count."""
+    """The counters of the kernel module, for all processes of the machine; None where it does not count."""
 
     reads: int | None
     writes: int | None
 
 
 class Facts(NamedTuple):
-    """What was found around one probe write and one probe read."""
+    """The findings around one probe write and one probe read."""
 
     prefers_compat: bool | None = None  # kvikio, before any file is opened
     num_posix: int | None = None  # kvikio's transfers without cuFile; None: not counted
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
 
 
 def bounces(facts: Facts) -> bool:
-    """Whether kvikio itself carried the probe's bytes through host memory. The host path does that better."""
+    """Return whether kvikio carried the probe's bytes through host memory; the host path does that better."""
     if facts.num_cufile is None:
         return bool(facts.prefers_compat)
     return facts.num_cufile == 0 and bool(facts.num_posix)

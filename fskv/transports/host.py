@@ -255,7 +255,7 @@ def _refuse_without_rename(directory: str, file_mode: int) -> None:
 
 
 def _direct_read_works(path: str, page: memoryview) -> bool:
-    """Whether the begin of a file is read with O_DIRECT into `page`; False also where nothing is there."""
+    """Return whether O_DIRECT reads the beginning of a file into `page`; False for a missing file."""
     try:
         fd = os.open(path, OPEN_READ | os.O_DIRECT)
         try:

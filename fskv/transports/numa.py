@@ -1,4 +1,4 @@
-"""Which CPUs are near a PCI device: I/O threads that run there do not cross the link between sockets.
+"""The CPUs near a PCI device: I/O threads on them do not cross the link between sockets.
 
 Reads /sys; called at start-up and, `pin_thread`, at the start of each I/O thread. Never raises.
 """

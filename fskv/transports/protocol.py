@@ -1,12 +1,12 @@
-"""Moving bytes: KV pages <-> staging slots <-> chunk files.
+"""The protocol of transports, which move bytes: KV pages <-> staging slots <-> chunk files.
 
-A transport owns the slots and is the only code that reads or writes chunk bytes. It knows nothing
-about keys, headers or checks: that is the store's. Everything goes through slots that fskv owns,
-because a read that lands in live KV pages cannot be abandoned at its deadline: the engine would hand
-the pages to another request and the late bytes would corrupt it.
+A transport owns the slots and is the only code that reads or writes chunk bytes. It knows no key, header or
+check: the store does. All bytes pass through slots of fskv, because a read into live KV pages cannot be
+abandoned at its deadline: the engine would give the pages to another request, and late bytes would corrupt
+it.
 
-Here is what all transports share; they are in `fskv.transports`. Called on the threads of a JobRunner and
-of its `wait`; a slot belongs to one thread at a time, which `SlotPool` enforces.
+The threads of a JobRunner and of its `wait` call. A slot belongs to one thread at a time, which `SlotPool`
+enforces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ready(Protocol):
     """An event of a device's stream; torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether it has fired."""
+        """Return whether it has fired."""
 
     def synchronize(self) -> None:
         """Return when it has fired."""
@@ -52,7 +52,7 @@ class OpenChunk(Protocol[_SlotT_contra]):
         """Read exactly `nbytes` (4096-aligned offsets and length); raises ChunkCorrupt when short."""
 
     def same_file(self, path: str, dir_fd: int | None = None) -> bool:
-        """Whether `path`, or its last name in `dir_fd`, still names this very file."""
+        """Return whether `path`, or its last name in `dir_fd`, still names this very file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Native:
 
 
 class Transport(Protocol[SlotT]):
-    """What the store and the jobs need from an I/O layer; see the module docstring.
+    """The interface of an I/O layer, as the store and the jobs use it.
 
     Offsets and lengths are bytes.
     """
@@ -164,7 +164,7 @@ class SlotPool(Generic[SlotT]):
 
     @contextlib.contextmanager
     def own(self) -> Iterator[OwnSlot[SlotT]]:
-        """What an I/O thread has for its life; without a device or memory there is none yet."""
+        """Yield the slot of an I/O thread for its life; without a device or memory it has none yet."""
         own: OwnSlot[SlotT] = OwnSlot(None, entered=False)
         self.complete(own)
         try:

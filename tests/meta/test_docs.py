@@ -17,7 +17,6 @@ import sys
 import numpy as np
 import pytest
 import test_layers
-from fskv_tools.manual import options
 from places import REPOSITORY
 
 from fskv import namespace
@@ -44,6 +43,7 @@ DOCUMENTS = [
             "architecture",
             "engine",
             "vllm",
+            "options",
             "metrics",
             "benchmarks",
             "operations",
@@ -82,37 +82,7 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-# --- options --------------------------------------------------------------------
-
-
-def check_options(text: str) -> None:
-    table = rows(text, "option | default")
-    assert list(table) == [field.name for field in dataclasses.fields(StoreConfig)]
-    for name, (default, *_) in table.items():
-        if default == "required":
-            continue
-        config = StoreConfig.from_mapping({"root": "/mnt/kv", name: json.loads(default.strip("`"))})
-        assert config == StoreConfig(root="/mnt/kv"), name
-    assert options() in text, "run: python -m fskv_tools.manual options"
-
-
-def test_every_option_is_in_the_table_with_its_default_and_no_other():
-    check_options(text_of("docs/vllm.md"))
-
-
-@pytest.mark.parametrize(
-    ("check", "old", "new"),
-    [
-        (check_options, '| `io_threads` | `"auto"` |', "| `io_threads` | `8` |"),
-        (check_options, "| `io_threads` |", "| `num_threads` |"),
-        (check_options, "| true, false | fsync each", "| true, false | Sync each"),
-    ],
-)
-def test_a_doctored_table_fails(check, old, new):
-    text = text_of("docs/vllm.md")
-    assert text.count(old) == 1
-    with pytest.raises(AssertionError):
-        check(text.replace(old, new))
+# --- settings of vLLM ------------------------------------------------------------------------
 
 
 def check_settings(text: str) -> None:
@@ -394,18 +364,6 @@ def check_layers(text: str) -> None:
         assert matched, f"{pattern} is no module"
         layers |= dict.fromkeys(matched, layer)
     assert layers == {module: test_layers.layer_of(module) for module in sources}
-    used: dict[str, set[str]] = {}
-    for module, source in sources.items():
-        for name, _ in test_layers.imports(source, module):
-            package = name.partition(".")[0]
-            if package in test_layers.HOMES:
-                used.setdefault(package, set()).add(module)
-    homes = {}
-    for package, (cell,) in rows(text, "package").items():
-        patterns = re.findall(r"`(.*?)`", cell)
-        homes[package] = {m for m in sources for p in patterns if fnmatch.fnmatch(m, p)}
-    assert homes.keys() == used.keys()
-    assert all(modules <= homes[package] for package, modules in used.items())
 
 
 def test_the_table_of_layers_is_the_one_that_is_tested():
@@ -418,8 +376,6 @@ def test_the_table_of_layers_is_the_one_that_is_tested():
         ("| L3 | `fskv.data_path*`, ", "| L3 | "),
         ("| L1 | `fskv.config`, ", "| L1 | `fskv.config`, `fskv.nothing`, "),
         ("| L2 | `fskv.root*`, ", "| L2 | `fskv.root*`, `fskv.config`, "),
-        ("| `msgpack` | `fskv.format.chunk_file`,", "| `msgpack` | `fskv.data_path.store`,"),
-        ("| `typer` | `tools.*` |\n", ""),
     ],
 )
 def test_a_doctored_table_of_layers_fails(old, new):

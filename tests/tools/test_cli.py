@@ -18,7 +18,6 @@ import subprocess
 import sys
 
 import pytest
-from places import REPOSITORY
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
 from world import make_identity, state_of, wait_for
 
@@ -37,13 +36,6 @@ def lab(tmp_path):
 
 
 # --- what all have in common ------------------------------------------------------------
-
-
-def test_the_manual_is_what_the_commands_say():
-    manual = importlib.import_module("fskv_tools.manual")
-    written = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert written == manual.page(), "run: python -m fskv_tools.manual > docs/cli.md"
-    assert manual.page().replace("--root", "--rood") != written
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -206,7 +206,7 @@ def test_an_option_like_no_other_is_refused_with_the_few_nearest():
     for name, nearest in (("zzz", set()), ("max_cpu", {"max_bytes"})):
         message = refused(**{name: "1"})
         assert "did you mean" not in message
-        assert message.endswith("all are in docs/vllm.md")
+        assert message.endswith("all are in docs/options.md")
         assert {known for known in FIELDS if known in message} == nearest, message
 
 

@@ -16,7 +16,7 @@ from ..terminal import iec
 from .finding import Finding, Level, ok, problem
 from .serve_line import OPTION, Given, parse
 
-_NOT_STARTED = "an engine with it does not start: docs/vllm.md has the options"
+_NOT_STARTED = "an engine with it does not start: docs/options.md has the options"
 _OF_OPTION = re.compile(r"option '([^']+)': ")
 _MOST = 20  # wrong options that are named
 _ANY_ROOT = "/fskv-doctor"  # in the place of a root that is none

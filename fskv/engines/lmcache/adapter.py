@@ -1,14 +1,14 @@
 """FskvAdapter: fskv's files as an L2 plug-in of LMCache's server (`"type": "plugin"`).
 
-LMCache's controllers hand over tasks and never wait: a task is queued here, a thread of ours does it with a
-BlockingStore, and an event descriptor says that its result is there. An object is one chunk and one file;
-its bytes go straight between LMCache's own memory and files. Of a store the whole task is good or not, of a
-lookup and a load each key. A lock is not kept: files may be other servers' too, so what was pruned between
-lookup and load is a load that failed, and is computed.
+LMCache's controllers hand over tasks and never wait. A task is queued here, a thread of this module runs it
+with a BlockingStore, and an event descriptor announces the result. An object is one chunk and one file; its
+bytes go straight between LMCache's own memory and files. A store is good or bad as a whole task, a lookup and
+a load by key. Locks are not kept: files may belong to other servers too, so an object that was pruned between
+lookup and load is a failed load, and is computed.
 
 After the constructor no call raises, and a hung disk costs a task its deadline. LMCache's locks on its memory
 end by themselves (`--l1-read-ttl-seconds` 300, `--l1-write-ttl-seconds` 600) and the memory gets another
-object: a task that waited too long for its turn touches it no more.
+object: a task that waited too long for its turn no longer touches it.
 """
 
 from __future__ import annotations

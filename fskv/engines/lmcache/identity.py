@@ -1,12 +1,12 @@
 """The identity of KV in LMCache's objects: from its keys and layouts, and from options for the rest.
 
-LMCache's server knows a model's name, how many ranks it has, and the shapes and dtypes of an object. It
-knows nothing of weights, configuration, engine or settings, so the user names them for each model, and what
-is not named is refused. LMCache's hash of a chunk is a chain over the token ids from the first on. An engine
-may have several servers. LMCache numbers the ranks of each from 0 on, and does not tell which server it is.
+LMCache's server knows a model's name, the number of its ranks, and the shapes and dtypes of an object. It
+knows no weights, configuration, engine or settings. The user names them for each model; a missing name is
+refused. LMCache's hash of a chunk is a chain over the token ids from the first on. An engine may have several
+servers. LMCache numbers the ranks of each from 0 on, and does not say which server it is.
 
-LMCache stores under a request's key also what vLLM found in its own prefix cache for that request. So what
-would make prompts equal for vLLM that are different for LMCache is refused.
+Under a request's key LMCache also stores KV that vLLM found in its own prefix cache. So settings that make
+prompts equal for vLLM but different for LMCache are refused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _ON_CPUS = "cpu"  # how such an `arch` begins
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is known of a model's KV beside the keys and layouts of its objects."""
+    """The facts of a model's KV beside the keys and layouts of its objects."""
 
     name: str
     entry: Mapping[str, Any]  # the user's words

@@ -1,4 +1,4 @@
-"""What the command line of LMCache's server says, where it started this process: what does not go with fskv.
+"""Settings of LMCache's server that do not go with fskv, read from the command line of this process.
 
 An adapter is told nothing of the server around it. Without a command line nothing is seen here.
 """

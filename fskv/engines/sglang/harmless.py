@@ -1,7 +1,7 @@
-"""The settings of SGLang's server that cannot change KV: all others are in the identity.
+"""The settings of SGLang's server that cannot change KV. All others are in the identity.
 
-Each name stands in a group with the one reason that holds for all of it. A "*" ends what stands for all names
-that begin so.
+Each name stands in a group with the one reason for all of it. A trailing "*" covers all names with that
+beginning.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where SGLang's host pool keeps the pages of KV: its own zero-copy table, checked, as tensors of bytes.
+"""The pages of KV in SGLang's host pool: its own zero-copy table, checked, as tensors of bytes.
 
-A page of the pool is `page_size` tokens of all layers. In some layouts it is two pieces (keys and values), in
-`layer_first` two of each layer; MLA has one, or one of each layer. The pool says where they begin, and it is
-checked here that a piece of page n lies n strides behind that of page 0, inside the pool's buffers. Of a
-hybrid the sliding window has a pool like the KV's, and states have slots for pages (one token each). A pool
-that is not known, or that keeps more of a page elsewhere (scales, drafts, side states), is refused.
+A page of the pool is `page_size` tokens of all layers. In some layouts it has two pieces (keys and values),
+in `layer_first` two for each layer; MLA has one, or one for each layer. The pool says where they begin. This
+module checks that a piece of page n lies n strides behind that of page 0, inside the pool's buffers. In a
+hybrid the sliding window has a pool like the KV's, and states have slots for pages (one token each). An
+unknown pool, or one that keeps more of a page elsewhere (scales, drafts, side states), is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The identity of SGLang's KV: from the host pool, the server's resolved arguments, the model and the ranks.
 
 SGLang's own key of a page is a SHA-256 chain over token ids, begun with the request's extra key (adapter,
-salt) where it has one. It says nothing of the model, so all of that is here. What cannot be found out is
-refused. `ServerFacts` is gathered by fskv.engines.sglang.server; all here is without SGLang.
+salt) where it has one. The key covers nothing of the model, so the identity does. Unknown facts are refused.
+fskv.engines.sglang.server gathers `ServerFacts`; this module imports no SGLang.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SPECULATIVE = (None, "NGRAM")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What the scheduler's process knows of its engine."""
+    """The facts of an engine that the scheduler's process knows."""
 
     version: str
     arch: str  # as Identity.arch

@@ -1,4 +1,4 @@
-"""What a running SGLang tells of itself, and when it changes its weights.
+"""Facts of a running SGLang, and changes of its weights.
 
 Only this module and `storage` import SGLang.
 """

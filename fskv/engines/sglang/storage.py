@@ -1,12 +1,12 @@
 """FskvStorage: fskv's files as a storage backend of SGLang's HiCache (`--hicache-storage-backend dynamic`).
 
-SGLang keeps pages of KV in host memory and asks from threads of its own which pages are stored, has them
-written into its pool, and hands pages over to be stored; each call waits for its outcome. A page is one
-chunk and one file: SGLang names a page by the hash of all tokens up to its end, asks for any number of them
-from the first on, and does not say where in the prompt a page is. A hybrid has other pools beside its KV
-(a sliding window, states); they are groups of the same namespace, and a prefix is there if all pools have it.
+SGLang keeps pages of KV in host memory. Its own threads ask for stored pages, have them written into its
+pool, and hand pages over to be stored; each call waits for its outcome. A page is one chunk and one file.
+SGLang names a page by the hash of all tokens up to its end and asks for any number of them from the first on.
+It does not give the place of a page in the prompt. A hybrid has more pools (a sliding window, states). They
+are groups of the same namespace, and a prefix needs all pools.
 
-After the host pools are registered no call raises: what cannot be done is False, and SGLang computes it.
+After the host pools are registered no call raises: a failure is False, and SGLang computes.
 """
 
 from __future__ import annotations
