@@ -27,7 +27,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from benchmarks.questions import Documents
 from benchmarks.report import judged, percentile, publish, say, show, spread
 from benchmarks.rig import BenchmarkError, work_directory
 from demo.engine import start_engine
-from faults.disk import DiskFaults
+from faults.disk import DiskFaults, build_library
 
 BLOCK_TOKENS, ANSWER_TOKENS = 128, 8
 KINDS = ("recompute", "vLLM's fs tier", "FskvConnector", "FskvTier")
@@ -270,19 +269,6 @@ def session_cpu_s(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def fault_library(directory: str) -> str | None:
-    """Build faults/disk.c; None without a C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        say("side_by_side: no C compiler, so reads cannot be made slow")
-        return None
-    source = pathlib.Path(__file__).resolve().parents[1] / "faults" / "disk.c"
-    library = f"{directory}/libdisk.so"
-    flags = ("-shared", "-fPIC", "-O1", "-o", library, str(source), "-ldl", "-lpthread")
-    subprocess.run([compiler, *flags], check=True)
-    return library
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds, the kinds taking turns, and return the facts."""
     plan = Plan(options)
@@ -290,7 +276,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     order = list(KINDS)
     with work_directory(options.dir) as directory:
-        library = fault_library(directory)
+        library = build_library(directory)
+        if library is None:
+            say("side_by_side: no C compiler, so reads cannot be made slow")
         for number in range(options.rounds):
             for kind in order:
                 one = Run(kind, f"{directory}/{number}-{KINDS.index(kind)}", plan, library)

@@ -33,6 +33,7 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -47,6 +48,18 @@ def _before(first: str, variable: str) -> str:
     """Return a list of the environment with this in front of it."""
     rest = os.environ.get(variable)
     return f"{first}:{rest}" if rest else first
+
+
+def build_library(directory: str) -> str | None:
+    """Build disk.c in the directory and return the library's path; None without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    source = Path(__file__).with_suffix(".c")
+    library = f"{directory}/libdisk.so"
+    flags = ("-shared", "-fPIC", "-O1", "-o", library, str(source), "-ldl", "-lpthread")
+    subprocess.run([compiler, *flags], check=True)
+    return library
 
 
 class DiskFaults:

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import SubprocessError
 
 from benchmarks.rig import BenchmarkError
-from faults.mount import FaultyMount, why_not
+from faults.disk import DiskFaults, build_library
 
 _TESTS = Path(__file__).parent.parent / "tests"
 
@@ -53,28 +53,28 @@ class Directory:
 
 
 class FaultyDirectory(Directory):
-    """A plain directory behind a file system that can hang and be full."""
+    """A plain directory that can hang and be full, for each process that this one starts from now on."""
 
-    title = "a plain directory behind FUSE"
+    title = "a plain directory under a fault shim"
     can_stall = True
 
     def __init__(self, path: str) -> None:
-        self._path = tempfile.mkdtemp(prefix="fskv-soak-", dir=path)
-        self._mount = FaultyMount(self._path)
-        self._make_root(self._mount.path, self._mount.path)
+        super().__init__(path)
+        library = build_library(self._path)
+        if library is None:
+            raise BenchmarkError("no C compiler: nothing can stall the directory")
+        self._faults = DiskFaults(library, Path(self.roots[0]), Path(self._path, "faults"))
+        os.environ.update(self._faults.env())
 
     def stall(self) -> None:
-        self._mount.set({"hang": True})
+        calls = "open", "read", "pread", "write", "pwrite", "stat", "rename", "unlink", "mkdir"
+        self._faults.set(*(f"{call} hang" for call in calls))
 
     def fill(self) -> None:
-        self._mount.set({"ops": ["create", "write", "mkdir"], "errno": "ENOSPC"})
+        self._faults.set(*(f"{call} ENOSPC" for call in ("write", "pwrite", "mkdir")))
 
     def mend(self) -> None:
-        self._mount.clear()
-
-    def _close(self) -> None:
-        self._mount.close()
-        super()._close()
+        self._faults.clear()
 
 
 class CephFS(Directory):
@@ -136,7 +136,7 @@ def opened(root: str | None, scratch: str) -> Iterator[tuple[Directory, str]]:
     elif not (why := _no_ceph() or ""):
         place = CephFS()
     else:
-        place = Directory(scratch) if why_not() else FaultyDirectory(scratch)
+        place = FaultyDirectory(scratch)
     try:
         yield place, why
     finally:

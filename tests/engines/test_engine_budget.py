@@ -11,25 +11,29 @@ import engine_lab as lab
 import pytest
 from places import LAB
 
-from faults import mount as faulty_mount
+from faults.disk import DiskFaults
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 lab.needs_vllm()
 
 SCENARIO = str(LAB / "budget_scenario.py")
-CRAWL = {"ops": ["read"], "suffix": ".kv", "bytes_per_s": 20_000}
+CRAWL = "pread slow_ms=30000 suffix=.kv"
 
 
 @pytest.fixture
-def mount(tmp_path):
-    if missing := faulty_mount.why_not():
-        pytest.skip(missing)
-    with faulty_mount.FaultyMount(tmp_path / "fuse") as made:
-        yield made
+def root(tmp_path) -> pathlib.Path:
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
 
 
-def on_a_crawl(mount, directory: pathlib.Path, num_slow: int, **options) -> dict:
-    """Compute a prompt, let the mount crawl, and ask for it again and again; return the result."""
+@pytest.fixture
+def disk(root, tmp_path, native_library) -> DiskFaults:
+    return DiskFaults(native_library("disk"), root, tmp_path / "faults")
+
+
+def on_a_crawl(disk, root, directory: pathlib.Path, num_slow: int, **options) -> dict:
+    """Compute a prompt, let the disk crawl, and ask for it again and again; return the result."""
     model = lab.MODELS["llama"]
     main = lab.generate(model.main_prompt(), "cold")
     talk = lab.Conversation(directory)
@@ -38,28 +42,28 @@ def on_a_crawl(mount, directory: pathlib.Path, num_slow: int, **options) -> dict
     for number in range(num_slow):
         talk.say({**main, "label": f"slow{number}"}, {"reset_prefix_cache": True})
     talk.say({"metrics": True})
-    transfer = lab.connector(mount.path, **lab.options_for("llama"), **options)
+    transfer = lab.connector(str(root), **lab.options_for("llama"), **options)
     engine = lab.start_engine(
-        lab.request(model, talk.steps, transfer=transfer), str(directory / "engine")
+        lab.request(model, talk.steps, transfer=transfer, env=disk.env()), str(directory / "engine")
     )
-    talk.resume(engine, pause, lambda: mount.set(CRAWL))
+    talk.resume(engine, pause, lambda: disk.set(CRAWL))
     result = engine.wait(lab.ENGINE_TIMEOUT_S)
     assert result["exit_code"] == 0, result.get("error")
-    assert mount.fired() > 0, "no read was throttled: nothing was shown"
+    assert disk.matched() > 0, "no read was slow: nothing was shown"
     done = lab.generates(result)
-    assert len(lab.chunks(mount.backing)) == model.prompt_tokens // 128
+    assert len(lab.chunks(str(root))) == model.prompt_tokens // 128
     for number in range(num_slow):
         assert done[f"slow{number}"]["tokens"] == done["cold"]["tokens"]
     return result
 
 
 @pytest.mark.slow
-def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, tmp_path):
-    result = on_a_crawl(mount, tmp_path, 4, load_budget="on")
+def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(disk, root, tmp_path):
+    result = on_a_crawl(disk, root, tmp_path, 4, load_budget="on")
     before, after = lab.metrics(result)
     assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
     assert lab.counter(before, "declined_tokens") == 0
-    # 2 MB at 20 kB a second: nothing can be loaded, and the first one finds out.
+    # Each file takes half a minute: nothing can be loaded, and the first one finds out.
     assert lab.counter(after, "cut_loads") == 1
     done = lab.generates(result)
     assert all(done[f"slow{number}"]["num_cached_tokens"] == 0 for number in range(4))
@@ -70,8 +74,8 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(mount, t
 
 
 @pytest.mark.slow
-def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(mount, tmp_path):
-    result = on_a_crawl(mount, tmp_path, 1, load_deadline_s=20)
+def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(disk, root, tmp_path):
+    result = on_a_crawl(disk, root, tmp_path, 1, load_deadline_s=20)
     _, after = lab.metrics(result)
     assert lab.counter(after, "declined_tokens") == lab.counter(after, "cut_loads") - 1 == 0
     assert lab.counter(after, "load_failures", reason="timed_out") > 0
@@ -80,7 +84,7 @@ def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(moun
 
 
 @pytest.mark.slow
-def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_path):
+def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(disk, root, tmp_path):
     """A model whose recompute takes seconds, so that a busy machine cannot turn the balance."""
     model = lab.MODELS["llama_large"]
     prompt = lab.generate(model.tokens("budget", 400), "cold")
@@ -100,12 +104,13 @@ def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(mount, tmp_pa
     request = lab.request(
         model,
         talk.steps,
-        transfer=lab.connector(mount.path, load_budget="on", hybrid_chunk_size=32),
+        transfer=lab.connector(str(root), load_budget="on", hybrid_chunk_size=32),
+        env=disk.env(),
         engine={"block_size": 32},
     )
     engine = lab.start_engine(request, str(tmp_path / "engine"))
-    talk.resume(engine, crawl, lambda: mount.set({**CRAWL, "bytes_per_s": 100_000}))
-    talk.resume(engine, over, mount.clear)
+    talk.resume(engine, crawl, lambda: disk.set(CRAWL))
+    talk.resume(engine, over, disk.clear)
     result = engine.wait(900)
     assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)

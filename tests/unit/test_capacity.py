@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,6 @@ import pytest
 from capacity_lab import NAME, WRITER, disk_nbytes, holder_of, make_namespace
 from world import Clock, has_ended, returns_in_time, wait_for
 
-from faults import mount as faulty_mount
 from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.limits import Limits, RootState
@@ -316,44 +314,46 @@ def polls_in(seconds):
     return int(seconds) // 5 + 2
 
 
-def hangs(pid):
-    with contextlib.suppress(OSError, TypeError), open(f"/proc/{pid}/wchan") as file:
-        return file.read() in ("request_wait_answer", "filename_create", "lookup_slow")
-    return False
-
-
 @pytest.mark.parametrize("limit", [client._MAX_KILLED, 99], ids=["", "negative control"])
 def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
-    limit, tmp_path, monkeypatch
+    limit, root, engine, monkeypatch
 ):
-    """SIGKILL ends nobody who waits for an answer of FUSE."""
-    if missing := faulty_mount.why_not():
-        pytest.skip(missing)
+    """As in a call that a dead server never answers: SIGKILL ends none of them."""
+    stopped, hung = [], False
+
+    class Hangs(client.MaintenanceProcess):
+        def introduce(self, pid):
+            super().introduce(pid)
+            if hung:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+
+        def kill(self):
+            self._say_end()
+
     monkeypatch.setattr(client, "_MAX_KILLED", limit)
-    with faulty_mount.FaultyMount(tmp_path / "fuse") as mount:
-        make_namespace(pathlib.Path(mount.path))
-        clock = Clock()
-        capacity = Capacity(mount.path, NAME, None, Limits(max_nbytes=MAX), clock=clock)
-        capacity.start()
-        try:
-            wait_for(lambda: capacity.poll() or capacity.take(4096))
-            mount.set({"hang": True})
-            for _ in range(5):
-                if capacity._process is None and capacity._starting is None:
-                    break
-                wait_for(lambda: capacity.poll() or hangs(capacity.pid))
-                for _ in range(polls_in(_SILENT_S + _HUNG_S + 11)):
-                    clock.advance(5)
-                    returns_in_time(lambda: capacity.poll() or 1)
-            assert (len(maintenance_processes([os.getpid()])) <= 3) is (limit != 99)
-            mount.clear()
-            wait_for(lambda: not any(process.running for process in capacity._killed))
-            clock.advance(11)
-            wait_for(lambda: capacity.poll() or capacity.up)
-            assert len(maintenance_processes([os.getpid()])) == 1
-        finally:
-            mount.clear()
-            capacity.close()
+    monkeypatch.setattr(client, "MaintenanceProcess", Hangs)
+    capacity, clock = engine()
+    hung = True
+    os.kill(capacity.pid, signal.SIGSTOP)
+    stopped.append(capacity.pid)
+    try:
+        for _ in range(5):
+            if capacity._process is None and capacity._starting is None:
+                break
+            wait_for(lambda: capacity.poll() or capacity.pid in stopped)
+            for _ in range(polls_in(_SILENT_S + _HUNG_S + 11)):
+                clock.advance(5)
+                returns_in_time(lambda: capacity.poll() or 1)
+        assert (len(maintenance_processes([os.getpid()])) <= 3) is (limit != 99)
+        hung = False
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(process.running for process in capacity._killed))
+    clock.advance(11)
+    wait_for(lambda: capacity.poll() or capacity.up)
+    assert len(maintenance_processes([os.getpid()])) == 1
 
 
 @pytest.mark.parametrize("on_its_own", [True, False], ids=["", "negative control"])
