@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from fskv_tools import exporter, manual
 
 from fskv.config import MIB, StoreConfig
+from fskv.kv_transfer.line import LESS, REFUSED
+from fskv.kv_transfer.multi import ChildConfig, MultiConfig
 from fskv.observe import metrics
 from fskv.sizes import Share
 
@@ -27,6 +29,35 @@ def options() -> Iterator[str]:
         default = "required" if field.default is dataclasses.MISSING else _default(field.default)
         words = (field.metadata[name] for name in ("unit", "effect", "when"))
         yield f"| `{field.name}` | {default} | {' | '.join(words)} |"
+
+
+def _of_multi(title: str, cls: type[MultiConfig | ChildConfig]) -> Iterator[str]:
+    yield f"| {title} | default | unit | effect |"
+    for field in dataclasses.fields(cls):
+        if field.name == "transfer":  # the child's own configuration
+            continue
+        required = field.default is dataclasses.MISSING
+        default = "required" if required else f"`{json.dumps(field.default)}`"
+        effect = field.metadata["effect"]
+        yield f"| `{field.name}` | {default} | {field.metadata['unit']} | {effect} |"
+
+
+def multi_options() -> Iterator[str]:
+    """Yield the rows of the options of FskvMultiConnector."""
+    return _of_multi("multi option", MultiConfig)
+
+
+def child_options() -> Iterator[str]:
+    """Yield the rows of the options that each of its children has."""
+    return _of_multi("child option", ChildConfig)
+
+
+def settings() -> Iterator[str]:
+    """Yield the rows of vLLM's settings that fskv judges."""
+    yield "| setting | the engine | expected, and why | what to do |"
+    for row in (*REFUSED, *LESS):
+        engine = "refused" if row.refused else "starts"
+        yield f"| `{row.setting}` | {engine} | {row.expected} | {row.do} |"
 
 
 def _default(value: object) -> str:
@@ -61,7 +92,10 @@ def root_metrics() -> Iterator[str]:
         yield f"| `{one.name}` | {one.kind} | {labels} | {one.unit} | {one.meaning} |"
 
 
-TABLES = {"options": (options,), "metrics": (engine_metrics, multi_metrics, root_metrics)}
+TABLES = {
+    "options": (options, multi_options, child_options, settings),
+    "metrics": (engine_metrics, multi_metrics, root_metrics),
+}
 
 
 def with_tables(text: str, *tables: Callable[[], Iterator[str]]) -> str:

@@ -1,7 +1,7 @@
 """Settings of vLLM that fskv refuses, or with which it does less. Pure.
 
 `REFUSED` and `LESS` are the only list. The preflight and the workers refuse the settings that they can see.
-`fskv doctor --config` reports those of a server's line. A test compares the table of docs/vllm.md.
+`fskv doctor --config` reports those of a server's line. `make reference` writes them into docs/options.md.
 fskv.engines.vllm.refusals has the settings that only vLLM can tell.
 """
 

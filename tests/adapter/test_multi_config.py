@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-
 import pytest
-from places import REPOSITORY
 
 from fskv.errors import ConfigError
-from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_stored, stores_of
-from fskv.observe.metrics import MULTI_METRICS
-
-DOCS = REPOSITORY / "docs" / "vllm.md"
+from fskv.kv_transfer.multi import MultiConfig, check_stored, stores_of
 
 
 def ours(root, **options):
@@ -119,32 +112,6 @@ def test_what_cannot_work_is_refused_in_one_sentence(children, options, words):
     message = refused(*children, **options)
     for word in words:
         assert word in message
-
-
-def test_the_documented_tables_are_those_of_the_code():
-    text = DOCS.read_text()
-    section = text[text.index("### Several roots") :]
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*) \|$", section, re.MULTILINE)
-    table = {name: cells for name, *cells in rows}
-    for cls in (MultiConfig, ChildConfig):
-        for field in dataclasses.fields(cls):
-            if field.name == "transfer":
-                continue
-            default, unit, effect = table[field.name]
-            assert (unit, effect) == (field.metadata["unit"], field.metadata["effect"])
-            if field.default is not dataclasses.MISSING and field.default != "":
-                assert default.strip("`").strip('"') == str(field.default), field.name
-
-
-def test_the_documented_metrics_are_those_of_the_code():
-    text = DOCS.read_text()
-    for metric in MULTI_METRICS:
-        (line,) = (
-            line for line in text.splitlines() if line.startswith(f"| `vllm:{metric.name}` |")
-        )
-        label, unit, meaning, advice = [cell.strip() for cell in line.split("|")[2:-1]]
-        assert (label, unit, meaning) == (metric.label, metric.unit, metric.meaning)
-        assert advice
 
 
 @pytest.mark.parametrize(

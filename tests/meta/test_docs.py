@@ -25,7 +25,6 @@ from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
 from fskv.format.integrity import xxh3_rows
-from fskv.kv_transfer.line import LESS, REFUSED
 from fskv.kv_transfer.multi import stores_of
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
@@ -44,6 +43,9 @@ DOCUMENTS = [
             "engine",
             "vllm",
             "options",
+            "sharing",
+            "sglang",
+            "lmcache",
             "metrics",
             "benchmarks",
             "operations",
@@ -80,25 +82,6 @@ def rows(text: str, first_column: str) -> dict[str, list[str]]:
 
 def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-# --- settings of vLLM ------------------------------------------------------------------------
-
-
-def check_settings(text: str) -> None:
-    """Hold the table of vLLM's settings to the rows that preflight and doctor judge by."""
-    table = re.findall(r"^\| `(\w+)` \| (refused|starts) \| (.*) \| (.*) \|$", text, re.MULTILINE)
-    expected = [(each.setting, "refused", each.expected, each.do) for each in REFUSED]
-    assert table == expected + [(each.setting, "starts", each.expected, each.do) for each in LESS]
-
-
-def test_every_setting_that_is_judged_is_in_the_table():
-    text = text_of("docs/vllm.md")
-    check_settings(text)
-    row = "| `enable_lora` | starts |"
-    assert text.count(row) == 1
-    with pytest.raises(AssertionError):
-        check_settings(text.replace(row, "| `enable_lora` | refused |"))
 
 
 # --- the JSON line --------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def place(tmp_path, monkeypatch):
         "NAMESPACE": main.id,
         "OTHER": other.id,
         "TENANT": "acme",
+        "100GiB": "100KiB",  # to be freed of a small root
         "http://127.0.0.1:8000": server.url,
         "/models/MODEL": str(tmp_path / "model"),
     }

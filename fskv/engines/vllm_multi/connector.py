@@ -2,8 +2,13 @@
 
 vLLM's MultiConnector carries the calls to the children; here is what it does not do: load from the child
 that is worth most, go on without one that does not answer, keep the children's metrics apart, and tell each
-child which blocks a load of another one is about to overwrite. Why this form and not one connector with
-several roots: docs/vllm.md, "Several roots".
+child which blocks a load of another one is about to overwrite. In vLLM's own one child that has not answered
+defers the request, two classes cannot define one metric, and a queued store may write another child's KV
+under its old key.
+
+Children, and not one connector with several roots: they work beside connectors that are not ours, a child
+is all that is tested for one root, and a request's load has one deadline and one owner of a failure. The
+price: a prefix of which each root has a part is loaded from one of them.
 
 Scheduler and worker side run on the threads of vLLM that call them; no call waits.
 """
