@@ -53,7 +53,7 @@ def _mount(root: str) -> Mount | None:
 
 def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     """Say what a mount means for a cache. Pure."""
-    options, kind = mounted.options, _kind(mounted)
+    options, kind = mounted.options, mounted.kind
     shown = [f"{n}={options[n]}" if options[n] else n for n in _SHOWN if n in options]
     text = f"{mounted.kind} of {mounted.source} on {mounted.point}"
     text += f" ({', '.join(shown)})" if shown else ""
@@ -79,9 +79,3 @@ def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     for name, cost in _NFS.items() if kind.startswith("nfs") else ():
         if name in options:
             yield warning("mount", f"{name}: {cost}", "remove it: fskv does not need it")
-
-
-def _kind(mounted: Mount) -> str:
-    """Return the type of a mount, also of MooseFS 3.0, whose mount says no more than FUSE."""
-    is_mfs = mounted.kind == "fuse" and mounted.source.startswith("mfs#")
-    return "fuse.mfs" if is_mfs else mounted.kind
