@@ -74,7 +74,7 @@ class Namespace:
         except FskvError as error:
             # Names that a neighbour chose: a newline in one would forge a line.
             text = str(error).removeprefix("option 'root': ")
-            return text.replace(self.path, show(self.path)).replace(self.id, show(self.id))
+            return text.replace(f"{self.path}/", "").replace(self.id, show(self.id))
 
     @property
     def identity(self) -> Identity | None:

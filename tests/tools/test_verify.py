@@ -21,7 +21,6 @@ import pytest
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
 
 from fskv import namespace
-from fskv.format import integrity
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -200,45 +199,24 @@ def test_a_damaged_manifest_is_a_problem_and_the_directory_name_still_tells_fore
     assert bad_paths(done) == {paths[2]}
     assert done.exit_code == 1
     assert done.summary["problems"] == 1
+    assert "no engine can use 1 namespace" in run("verify", root=lab.path).stderr
     assert [line["namespace"] for line in done.lines if line["type"] == "namespace"] == [where.id]
     # whose fault it is that they do not fit, nobody knows
     assert verify(lab, "--remove-bad", "--yes").summary["removed"] == 0
 
 
-# --- parts ------------------------------------------------------------------------------
-
-
-def test_the_eighths_are_disjoint_and_together_all(lab):
-    where = lab.namespace()
-    paths = [*lab.chunks(where, range(120)), *lab.chunks(where, range(20), rank=1)]
-    for path in paths:
-        flip(path, 5000)
-    parts = [bad_paths(verify(lab, "--read-data-subset", f"{n}/8")) for n in range(1, 9)]
-    assert set.union(*parts) == set(paths)
-    assert sum(map(len, parts)) == len(paths)
-    assert all(5 < len(part) < 35 for part in parts)
-    for part in parts:
-        ranks = {os.path.basename(path)[:32] for path in part if ".r1." in path}
-        assert ranks <= {os.path.basename(path)[:32] for path in part if ".r1." not in path}
-
-
 def test_options_that_make_no_sense_are_usage_errors(lab):
-    for words in (
-        *(("--yes",), ("--dry-run",), ("--remove-bad",), ("--quiet",)),
-        ("--read-data", "--read-data-subset", "1/8"),
-        *(("--read-data-subset", text) for text in ("0/8", "9/8", "1/0", "5%", "", "1/8/2")),
-    ):
+    for words in (("--yes",), ("--dry-run",), ("--remove-bad",), ("--quiet",)):
         done = verify(lab, *words)
         assert (done.exit_code, done.stdout) == (2, ""), words
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["", "a disk that hangs"])
-def test_ctrl_c_ends_it_with_130(lab, hangs):
+def test_ctrl_c_ends_it_with_130_also_on_a_disk_that_hangs(lab):
     lab.chunks(lab.namespace(), range(50))
     code = (
         "import os, sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
         "def slow(*a, **k):\n"
-        f"    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep({600 if hangs else 0.2})\n"
+        "    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep(600)\n"
         "    return found\n"
         "run.judge = slow\nfrom fskv_tools.__main__ import main\n"
         f"sys.argv = ['fskv', 'verify', '--threads', '2', '--root', {lab.path!r}]\nmain()"
@@ -423,10 +401,8 @@ def test_engines_may_store_and_prune_meanwhile_without_a_false_alarm(lab):
     assert min(done) > 20
 
 
-def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, monkeypatch):
+def test_a_missing_direct_io_makes_no_difference(lab, monkeypatch):
     _, _, bad = damaged_root(lab)
-    monkeypatch.setattr(integrity, "_native_rows", None)
-    assert bad_paths(verify(lab, "--read-data")) == bad
     real = os.open
 
     def refuse(path, flags, *words, **options):

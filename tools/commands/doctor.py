@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from ..doctor.finding import Finding, Level, Subject
 from ..doctor.rounds import of_machine, of_root
 from ..exits import Exit, UsageError
 from ..options import JsonOption, root_option, seconds
-from ..terminal import emit, new_table, plain, print_table, say
+from ..terminal import emit, many, new_table, plain, print_table, say
 
 LINES = {
     "finding": {
@@ -72,6 +73,8 @@ def command(
     """
     if directory is not None and config is not None:
         raise UsageError("DIR, --config: found both, expected one of them")
+    if "" in (directory, root):
+        raise UsageError("--root: found nothing, expected the directory of a cache root")
     found, configured = ([], []) if config is None else read(config)
     stores: dict[str, list[StoreConfig]] = {}
     if config is None and (path := directory or root):
@@ -93,18 +96,13 @@ def command(
     counted = Counter(one.level for one in found)
     if as_json:
         for one in found:
-            emit(
-                "finding",
-                check=one.check,
-                level=one.level,
-                found=one.found,
-                advice=one.advice or None,
-            )
+            emit("finding", **{**asdict(one), "advice": one.advice or None})
         only = next(iter(stores)) if len(stores) == 1 else None
         emit("summary", root=only, **{level.value: counted[level] for level in Level})
     else:
         _print(found)
-        say(", ".join(f"{counted[level]} {level}" for level in Level if counted[level]))
+        nouns = {Level.OK: "ok"}
+        say(", ".join(many(counted[one], one, nouns.get(one, "")) for one in Level if counted[one]))
     raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
 
 

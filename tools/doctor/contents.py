@@ -114,7 +114,7 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
         text = f"{len(found)} besides those in what cannot be listed: {names}"
         yield problem("namespaces", text, _AS_ENGINES)
     else:
-        yield (ok if found else note)("namespaces", f"{len(found)}")
+        yield (ok if found else note)("namespaces", many(len(found), "namespace"))
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
     for one in found:
         if one.problem is None:

@@ -36,19 +36,13 @@ _NFS = {
 
 
 def mount(subject: Subject) -> Iterator[Finding]:
-    found = _mount(subject.path)
+    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
+        found = mount_of(os.path.realpath(subject.path), file.read())
     if found is None:
         text = f"{subject.path} is on no mount in {_MOUNTINFO}"
         yield warning("mount", text, "look at it with findmnt")
         return
     yield from judge(found, only_loads=subject.only_loads)
-
-
-def _mount(root: str) -> Mount | None:
-    # Not realpath of the whole: it would touch the root; the links above it are the system's.
-    path = os.path.join(os.path.realpath(os.path.dirname(root)), os.path.basename(root))
-    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
-        return mount_of(path.rstrip("/") or "/", file.read())
 
 
 def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
