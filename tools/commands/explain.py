@@ -22,7 +22,7 @@ from ..explain.tokens import (
     PromptOption,
     TokensOption,
     UrlOption,
-    engine_at,
+    namespace_at,
     read_prompt,
     read_tokens,
 )
@@ -101,9 +101,11 @@ def command(
     if (tokens is None) == (prompt is None):
         raise UsageError("expected one of --prompt and --tokens")
     if (url is None) != (prompt is None):
-        raise UsageError("--prompt, --url: found one of them, expected both or neither")
+        raise UsageError(
+            "--prompt needs --url, a server that makes token ids of it; --tokens takes ids"
+        )
     view = RootView.open(root)
-    of_server, off = engine_at(url) if url else (None, False)
+    of_server = namespace_at(url) if url else None
     where, identity = _namespace(view, name or of_server)
     ids = read_prompt(prompt, url) if prompt and url else read_tokens(tokens or "")
     asked = Asked(ids, cache_salt, url)
@@ -112,9 +114,9 @@ def command(
             f"the keys are computed as vLLM {VLLM_TESTED} does, and this namespace is of vLLM "
             f"{show(identity.engine_version)}: if that version hashes otherwise, its chunks are not found"
         )
-    report = look_at(where.path, asked.prompt(identity), off=off)
+    report = look_at(where.path, asked.prompt(identity))
     full = report.hit_tokens == report.best_tokens
-    whys = [] if full or off else list(causes.find(view, report, asked))
+    whys = [] if full else list(causes.find(view, report, asked))
     if as_json:
         _emit(where, report, whys)
     else:
@@ -126,17 +128,15 @@ def _namespace(view: RootView, name: str | None) -> tuple[Namespace, Identity]:
     """Return the namespace that is meant, with its identity."""
     found = [view.namespace(name)] if name else view.namespaces()
     readable = [(one, one.identity) for one in found if one.identity is not None]
-    if len(readable) == 1:
-        return readable[0]
-    if readable:
+    if len(readable) > 1:
         names = ", ".join(one.id for one, _ in readable[:_MAX_NAMED])
         raise UsageError(f"expected NAMESPACE, the root has {len(readable)} namespaces: {names}")
-    if found:
-        raise CommandError(
-            f"found no namespace that can be read; {show(found[0].id)}: {found[0].problem}; "
-            "an engine makes it anew once `fskv rm` has removed it"
-        )
-    raise UsageError("the root has no namespace: no engine has stored anything in it")
+    if not found:
+        raise UsageError("the root has no namespace: no engine has stored anything in it")
+    if not readable:
+        how = "an engine makes it anew once `fskv rm` has removed it"
+        raise CommandError(f"{show(found[0].id)}: {found[0].problem}; {how}")
+    return readable[0]
 
 
 def _print(where: Namespace, report: Report, whys: list[Cause]) -> None:

@@ -16,11 +16,6 @@ from ..terminal import iec
 from .chunk_state import GOOD, FileState, GroupFiles
 from .prompt import Prompt
 
-_OFF = (
-    "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for this "
-    "model), so fskv does nothing in it"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkLook:
@@ -54,7 +49,6 @@ class Report:
     whole_tokens: int  # that a lookup finds in whole chunks
     tail_tokens: int  # beyond them, where an earlier prompt ended inside a block
     tail: list[ChunkLook]  # of each group
-    off: bool  # whether the server that was asked caches no prefix
 
     @property
     def lookup_tokens(self) -> int:
@@ -70,7 +64,7 @@ class Report:
     @property
     def hit_tokens(self) -> int:
         """Tokens that would really be served: a request with one bad chunk is recomputed whole."""
-        return 0 if self.broken or self.off else self.lookup_tokens
+        return 0 if self.broken else self.lookup_tokens
 
     @cached_property
     def broken(self) -> list[tuple[int, ChunkLook]]:
@@ -124,8 +118,6 @@ class Report:
     def sentence(self) -> str:
         prompt, found, best = self.prompt, self.lookup_tokens, self.best_tokens
         of = f"of {prompt.num_tokens} tokens"
-        if self.off:
-            return f"hits 0 {of}: {_OFF}"
         if not best:
             largest = max(map(prompt.tokens_per_chunk, range(len(prompt.groups))))
             return f"hits 0 {of}: it has no whole chunk of {largest} tokens that could be loaded"
@@ -160,7 +152,7 @@ class Report:
         return f"chunk {look.chunk} (tokens {look.chunk * size} to {(look.chunk + 1) * size - 1})"
 
 
-def look_at(path: str, prompt: Prompt, *, off: bool) -> Report:
+def look_at(path: str, prompt: Prompt) -> Report:
     """Look at every chunk of a prompt in the namespace at `path`."""
     files = [GroupFiles.of(prompt.identity, group, path) for group in prompt.identity.groups]
     reader, looks = Reader(), []
@@ -172,8 +164,8 @@ def look_at(path: str, prompt: Prompt, *, off: bool) -> Report:
         block, key = whole // prompt.groups[0].tokens_per_block, prompt.key_at(end)
         tail = [ChunkLook(block, key, one.states(key, reader)) for one in files]
         if all(look.present for look in tail):
-            return Report(prompt, files, looks, whole, end - whole, tail, off)
-    return Report(prompt, files, looks, whole, 0, [], off)
+            return Report(prompt, files, looks, whole, end - whole, tail)
+    return Report(prompt, files, looks, whole, 0, [])
 
 
 def hit_there(path: str, prompt: Prompt) -> int:

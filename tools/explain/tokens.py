@@ -17,7 +17,7 @@ import typer
 from fskv.namespace import Identity, parse_json
 
 from ..endpoint import NoMetrics, address, fetch
-from ..exits import UsageError
+from ..exits import CommandError, UsageError
 from ..json_file import read_input
 from ..terminal import show
 from .prompt import Prompt
@@ -93,11 +93,19 @@ def read_prompt(path: str, url: str) -> list[int]:
     return _parsed("--url", _ask(url, "/tokenize", _chat(text) or {"prompt": text}))
 
 
-def engine_at(url: str) -> tuple[str | None, bool]:
-    """Return the namespace of the engine behind a server, None for several; and if it caches no prefix."""
+def namespace_at(url: str) -> str | None:
+    """Return the namespace of the engine behind a server, None for several.
+
+    Raises CommandError where the server caches no prefix.
+    """
     text = _ask(url, "/metrics")
+    if _CACHING_OFF.search(text):
+        raise CommandError(
+            "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for "
+            "this model), so fskv does nothing in it"
+        )
     names = {match[1] for match in _NAMESPACE.finditer(text)}
-    return names.pop() if len(names) == 1 else None, bool(_CACHING_OFF.search(text))
+    return names.pop() if len(names) == 1 else None
 
 
 def _ask(url: str, path: str, request: dict[str, Any] | None = None) -> str:
