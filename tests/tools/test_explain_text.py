@@ -96,7 +96,7 @@ def test_what_cannot_tokenize_is_one_sentence(lab, prompt, options, words):
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [((404, "{}"), "HTTP 404"), ((200, "<html>"), "--url: expected token ids: no JSON")],
+    [((404, "{}"), "HTTP 404"), ((200, "<html>"), "token 0: found '<html>'")],
 )
 def test_a_server_that_does_not_tokenize_is_one_sentence(lab, prompt, serve, answer, words):
     done = run("explain", "--prompt", prompt, "--url", serve(answer).url, root=lab.path)

@@ -138,15 +138,21 @@ def _parsed(option: str, text: str) -> list[int]:
     is_json = text.lstrip()[:1] in ("[", "{")
     try:
         words = text.replace(",", " ").split(None, _MAX_TOKENS + 1)
-        found: Any = parse_json(text if is_json else f"[{','.join(words)}]")
+        found: Any = parse_json(text) if is_json else list(map(_number, words))
     except ValueError as error:
-        hint = "" if is_json else "; a prompt as text belongs to --prompt"
-        raise UsageError(f"{option}: expected token ids: {error}{hint}") from None
+        raise UsageError(f"{option}: {error}") from None
     if isinstance(found, dict):
         found = next((found[name] for name in _FIELDS if name in found), None)
     if not isinstance(found, list) or len(found) > _MAX_TOKENS:
         raise UsageError(f"{option}: expected a list of at most {_MAX_TOKENS} token ids")
     for at, one in enumerate(found):
         if type(one) is not int or not 0 <= one < _MAX_ID:
-            raise UsageError(f"{option}: token {at}: found {one!r:.30}, expected an integer >= 0")
+            hint = "" if is_json else "; a prompt as text belongs to --prompt"
+            raise UsageError(
+                f"{option}: token {at}: found {one!r:.30}, expected an integer >= 0{hint}"
+            )
     return found
+
+
+def _number(word: str) -> int | str:
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= 19 else word
