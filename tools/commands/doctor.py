@@ -101,8 +101,8 @@ def command(
         emit("summary", root=only, **{level.value: counted[level] for level in Level})
     else:
         _print(found)
-        nouns = {Level.OK: "ok"}
-        say(", ".join(many(counted[one], one, nouns.get(one, "")) for one in Level if counted[one]))
+        levels = [one for one in Level if counted[one]]
+        say(", ".join(many(counted[one], one, "ok" * (one == "ok")) for one in levels))
     raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
 
 

@@ -26,7 +26,6 @@ _AS_ENGINES = (
     "run this as the engines' user; all that use a root are one user, or have the option access"
 )
 
-
 # By words of what fskv.root.root says.
 _NO_ROOT = {
     _NO_PERMISSION: _AS_ENGINES,
