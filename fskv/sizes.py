@@ -67,4 +67,5 @@ def parse_keep_free(name: str, value: Any) -> int | Share:
 def _meant(value: Any) -> str:
     """Return a question, "" where nothing can be guessed."""
     near = _NEAR_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return f"; did you mean {near[1]}{(near[2] or 'G').upper()}iB?" if near else ""
+    meant = f"{near[1]}{(near[2] or 'G').upper()}iB" if near else ""
+    return f"; did you mean {meant}?" if near and meant != value.strip() else ""

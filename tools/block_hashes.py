@@ -5,15 +5,14 @@ KV): `v1/core/kv_cache_utils.py`, `hash_block_tokens`. The first block's parent 
 is the same for the four algorithms that vLLM has; test_block_hashes.py compares it with vLLM's own
 functions, and with vectors that vLLM gave.
 
-Pure. Requests with images, audio or prompt embeddings have digests of their content in their keys, which
-token ids do not tell: for those no key can be computed here.
+Pure. Keys of requests with images, audio, prompt embeddings or an adapter hold more than token ids and a salt
+tell: for those no key can be computed here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -34,15 +33,25 @@ def _pickled(value: object) -> bytes:
     return pickle.dumps(value, protocol=5)
 
 
+def _cbor(value: object) -> bytes:
+    try:
+        import cbor2
+    except ImportError:
+        raise UsageError(
+            "hash_algorithm: these keys need the package cbor2, which comes with vLLM"
+        ) from None
+    return bytes(cbor2.dumps(value, canonical=True))
+
+
 def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
 ALGORITHMS: dict[str, Hasher] = {
     "sha256": lambda value: _sha256(_pickled(value)),
-    "sha256_cbor": lambda value: _sha256(canonical_cbor(value)),
+    "sha256_cbor": lambda value: _sha256(_cbor(value)),
     "xxhash": lambda value: xxhash.xxh3_128_digest(_pickled(value)),
-    "xxhash_cbor": lambda value: xxhash.xxh3_128_digest(canonical_cbor(value)),
+    "xxhash_cbor": lambda value: xxhash.xxh3_128_digest(_cbor(value)),
 }
 
 
@@ -73,51 +82,17 @@ def hasher_of(identity: Identity) -> Hasher:
 
 
 def block_hashes(
-    identity: Identity,
-    tokens: Sequence[int],
-    *,
-    cache_salt: str | None = None,
-    lora: tuple[str, str] | None = None,
+    identity: Identity, tokens: Sequence[int], cache_salt: str | None = None
 ) -> Iterator[bytes]:
     """Yield the hash of each whole block of `identity.tokens_per_hash` tokens.
 
-    `lora` is (name, path) of the adapter. Raises UsageError where the hashes cannot be known.
+    Raises UsageError where the hashes cannot be known.
     """
     hasher, size = hasher_of(identity), identity.tokens_per_hash
     if not size:
         raise UsageError("tokens_per_hash: found 0, expected at least 1")
     parent = hasher(seed_of(identity))
     for start in range(0, len(tokens) - size + 1, size):
-        extra: list[tuple[str, ...]] = [("lora", *lora)] if lora is not None else []
-        extra += [("cache_salt", cache_salt)] if cache_salt and not start else []
-        parent = hasher((parent, tuple(tokens[start : start + size]), tuple(extra) or None))
+        extra = (("cache_salt", cache_salt),) if cache_salt and not start else None
+        parent = hasher((parent, tuple(tokens[start : start + size]), extra))
         yield parent
-
-
-def canonical_cbor(value: object) -> bytes:
-    """Encode what a block's hash covers as cbor2.dumps(value, canonical=True) does (RFC 8949, 4.2.1)."""
-    if value is None:
-        return b"\xf6"
-    if isinstance(value, bool):
-        return b"\xf5" if value else b"\xf4"
-    if isinstance(value, int):
-        return _head(0, value) if value >= 0 else _head(1, -1 - value)
-    if isinstance(value, bytes):
-        return _head(2, len(value)) + value
-    if isinstance(value, str):
-        data = value.encode("utf-8")
-        return _head(3, len(data)) + data
-    if isinstance(value, tuple | list):
-        return _head(4, len(value)) + b"".join(map(canonical_cbor, value))
-    raise TypeError(type(value).__name__)
-
-
-def _head(major: int, argument: int) -> bytes:
-    """Encode a type and its argument in the shortest form."""
-    first = major << 5
-    if argument < 24:
-        return bytes((first | argument,))
-    for code, layout in ((24, ">BB"), (25, ">BH"), (26, ">BI"), (27, ">BQ")):
-        if argument < 1 << 8 * (struct.calcsize(layout) - 1):
-            return struct.pack(layout, first | code, argument)
-    raise UsageError(f"token id {argument:.3g}: expected less than 2^64")

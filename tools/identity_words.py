@@ -16,163 +16,112 @@ from fskv.namespace import Absent, FieldDifference, Identity, Json
 _MAX_VALUE_CHARS = 30  # of a headline; the whole values stand below it
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """The meaning of a field: `label` for the headline, `why` it matters, `how` to share nevertheless."""
-
-    label: str
-    why: str
-    how: str
-    can_share: bool = True  # once that is done
-
-
-# In this order: what is a cause of other differences comes before what follows from it.
-MEANINGS: dict[str, Meaning] = {
-    "format": Meaning(
-        "format of the files",
-        "readers of one format refuse the files of another",
-        "run the same version of fskv on both",
+# Why a field matters, and how to share nevertheless. Causes of other differences come before what follows.
+MEANINGS: dict[str, str] = {
+    "format": (
+        "Readers of one format refuse the files of another. Run the same version of fskv on both."
     ),
-    "tenant": Meaning(
-        "tenant",
-        "tenants are kept apart on purpose",
-        "give both the same option `tenant`, or neither one",
+    "tenant": (
+        "Tenants are kept apart on purpose. Give both the same option `tenant`, or neither one."
     ),
-    "engine": Meaning(
-        "engine", "each engine lays KV out in its own way", "they cannot share", can_share=False
+    "engine": "Each engine lays KV out in its own way. They cannot share.",
+    "engine_version": (
+        "From one version to the next an engine may change how it lays KV out, hashes blocks or computes. "
+        "Run the same version on both (how it was built, as in `+cpu`, does not matter)."
     ),
-    "engine_version": Meaning(
-        "engine version",
-        "from one version to the next an engine may change how it lays KV out, hashes blocks or computes",
-        "run the same version on both (how it was built, as in `+cpu`, does not matter)",
+    "arch": (
+        "Kernels of other architectures round differently and lay KV out differently. They cannot share; "
+        "nodes of one architecture can."
     ),
-    "arch": Meaning(
-        "GPU architecture",
-        "kernels of other architectures round differently and lay KV out differently",
-        "they cannot share; nodes of one architecture can",
-        can_share=False,
+    "model_name": (
+        "The name says which model the KV is of. Start both with the same name; a local copy is called as "
+        "its directory."
     ),
-    "model_name": Meaning(
-        "model",
-        "the name says which model the KV is of",
-        "start both with the same name; a local copy is called as its directory",
+    "weights": (
+        "KV of other weights is other KV, even if the name of the model is the same. Use the same revision, "
+        "and get it in the same way (a hub name has a commit, a local copy a digest of its files); or vouch "
+        "for it with the option `weights_id` on both."
     ),
-    "weights": Meaning(
-        "weights",
-        "KV of other weights is other KV, even if the name of the model is the same",
-        "use the same revision, and get it in the same way (a hub name has a commit, a local copy a digest "
-        "of its files); or vouch for it with the option `weights_id` on both",
+    "model_config": (
+        "The configuration shapes KV (RoPE, quantisation, overrides, image processing). Use the same "
+        "config.json, `--hf-overrides` and quantisation on both."
     ),
-    "model_config": Meaning(
-        "model configuration",
-        "the configuration shapes KV (RoPE, quantisation, overrides, image processing)",
-        "use the same config.json, `--hf-overrides` and quantisation on both",
+    "model_dtype": "Every value of the KV depends on it. Start both with the same `--dtype`.",
+    "kv_cache_dtype": (
+        "The bytes of the pages mean something else. Start both with the same `--kv-cache-dtype`."
     ),
-    "model_dtype": Meaning(
-        "dtype of the model",
-        "it changes every value of the KV",
-        "start both with the same `--dtype`",
+    "attention_backend": (
+        "Backends lay keys and values out differently inside a page. Start both with the same "
+        "`--attention-backend`, if both GPUs have it."
     ),
-    "kv_cache_dtype": Meaning(
-        "KV cache dtype",
-        "the bytes of the pages mean something else",
-        "start both with the same `--kv-cache-dtype`",
+    "kv_cache_layout": (
+        "Heads and tokens lie in another order inside a page. Set the same VLLM_KV_CACHE_LAYOUT on both, or "
+        "on neither."
     ),
-    "attention_backend": Meaning(
-        "attention backend",
-        "backends lay keys and values out differently inside a page",
-        "start both with the same `--attention-backend`, if both GPUs have it",
+    "canonical_format": (
+        "One stores KV heads in files of their own, the other each rank's pages. Set the option "
+        "`canonical_layout` on both, or on neither."
     ),
-    "kv_cache_layout": Meaning(
-        "KV cache layout",
-        "heads and tokens lie in another order inside a page",
-        "set the same VLLM_KV_CACHE_LAYOUT on both, or on neither",
+    "topology": (
+        "A file holds the KV heads or layers of one rank, and these two cut the model differently. Use the "
+        "same parallel sizes; or set `canonical_layout` to true on both, if the model allows it (tensor "
+        "parallelism alone)."
     ),
-    "canonical_format": Meaning(
-        "canonical format",
-        "one stores KV heads in files of their own, the other each rank's pages",
-        "set the option `canonical_layout` on both, or on neither",
+    "model_runner": (
+        "The runners of vLLM allocate and fill KV differently. Use the same one (VLLM_USE_V2_MODEL_RUNNER)."
     ),
-    "topology": Meaning(
-        "parallelism",
-        "a file holds the KV heads or layers of one rank, and these two cut the model differently",
-        "use the same parallel sizes; or set `canonical_layout` to true on both, if the model allows it "
-        "(tensor parallelism alone)",
+    "blocks_per_chunk": (
+        "Chunks of other lengths end at other tokens, so files of one are useless to the other. Set the "
+        'option `hybrid_chunk_size` to the same number of tokens on both ("auto" depends on '
+        "`--max-model-len` and on the tensor-parallel size)."
     ),
-    "model_runner": Meaning(
-        "model runner",
-        "vLLM's two runners allocate and fill KV differently",
-        "use the same one (VLLM_USE_V2_MODEL_RUNNER)",
+    "tokens_per_hash": (
+        "Block hashes are taken over other numbers of tokens, so equal prompts have other keys. Start both "
+        "with the same `--block-size`."
     ),
-    "blocks_per_chunk": Meaning(
-        "blocks per chunk",
-        "chunks of other lengths end at other tokens, so files of one are useless to the other",
-        'set the option `hybrid_chunk_size` to the same number of tokens on both ("auto" depends on '
-        "`--max-model-len` and on the tensor-parallel size)",
+    "hash_algorithm": (
+        "Equal prompts have other keys. Start both with the same `--prefix-caching-hash-algo`."
     ),
-    "tokens_per_hash": Meaning(
-        "tokens per hash",
-        "block hashes are taken over other numbers of tokens, so equal prompts have other keys",
-        "start both with the same `--block-size`",
+    "hash_seed": (
+        "Block hashes begin with it, so equal prompts have other keys. Set PYTHONHASHSEED to the same value "
+        "in the environment of both, or unset it on both."
     ),
-    "hash_algorithm": Meaning(
-        "hash algorithm",
-        "equal prompts have other keys",
-        "start both with the same `--prefix-caching-hash-algo`",
+    "groups": (
+        "Layers, windows, block or page sizes differ, so the files have other contents or lengths. Usually "
+        "follows from another difference; otherwise the same `--block-size`, `--max-model-len` and "
+        "speculative decoding on both."
     ),
-    "hash_seed": Meaning(
-        "hash seed",
-        "block hashes begin with it, so equal prompts have other keys",
-        "set PYTHONHASHSEED to the same value in the environment of both, or unset it on both",
-    ),
-    "groups": Meaning(
-        "KV groups",
-        "layers, windows, block or page sizes differ, so the files have other contents or lengths",
-        "usually follows from another difference; otherwise the same `--block-size`, `--max-model-len` and "
-        "speculative decoding on both",
-    ),
-    "extra": Meaning(
-        "other settings of the engine",
-        "they change what the pages hold",
-        "start both with the same loader, speculative decoding and pipeline partition",
+    "extra": (
+        "Settings of the engine change what the pages hold. Start both with the same loader, speculative "
+        "decoding and pipeline partition."
     ),
 }
 
-# Known parts of `extra`: path below it -> its own meaning.
-_EXTRA: dict[str, Meaning] = {
-    "page_layouts": Meaning(
-        "layout inside pages",
-        "on CPUs the engine lays keys and values out for the instruction set of the node",
-        "they cannot share; nodes with the same instruction set can",
-        can_share=False,
+# The same of known parts of `extra`.
+_EXTRA: dict[str, str] = {
+    "page_layouts": (
+        "On CPUs the engine lays keys and values out for the instruction set of the node. They cannot "
+        "share; nodes with the same instruction set can."
     ),
-    "speculative": Meaning(
-        "speculative decoding",
-        "a draft model has KV of its own in the same groups",
-        "use the same `--speculative-config` on both, or none",
+    "speculative": (
+        "A draft model has KV of its own in the same groups. Use the same `--speculative-config` on both, "
+        "or none."
     ),
-    "load_format": Meaning(
-        "load format", "the weights come out of another loader", "use the same `--load-format`"
+    "load_format": "The weights come out of another loader. Use the same `--load-format`.",
+    "model_class": (
+        "Another implementation rounds otherwise, or computes something else. Use the same `--model-impl`, "
+        "plug-ins and class overrides on both."
     ),
-    "model_class": Meaning(
-        "class of the model",
-        "another implementation rounds otherwise, or computes something else",
-        "use the same `--model-impl`, plug-ins and class overrides on both",
+    "code": (
+        "Source code that neither vLLM nor transformers brings differs. Use one version of the checkpoint's "
+        "code, or of the plug-in, on both."
     ),
-    "code": Meaning(
-        "code of the model",
-        "source code that neither vLLM nor transformers brings differs",
-        "use one version of the checkpoint's code, or of the plug-in, on both",
+    "settings": (
+        "These may quantise, choose other kernels, or read other files. Start both with the same settings; "
+        "docs/sharing.md says what counts."
     ),
-    "settings": Meaning(
-        "settings that change KV",
-        "they may quantise, choose other kernels, or read other files",
-        "start both with the same settings; docs/sharing.md says what counts",
-    ),
-    "pipeline_partition": Meaning(
-        "pipeline partition",
-        "the stages hold other layers",
-        "set the same VLLM_PP_LAYER_PARTITION on both",
+    "pipeline_partition": (
+        "The stages hold other layers. Set the same VLLM_PP_LAYER_PARTITION on both."
     ),
 }
 
@@ -182,7 +131,7 @@ class Reason:
     """One reason why two identities do not share: a field, or a part of `extra`."""
 
     field: str
-    meaning: Meaning
+    meaning: str
     brief: str  # for the headline
     differences: tuple[FieldDifference, ...]
 
@@ -232,7 +181,8 @@ def _reason(place: str, differences: list[FieldDifference]) -> Reason:
     else:
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         brief = f"({', '.join(paths[:3])}{more})" if any(paths) else ""
-    return Reason(place, meaning, f"{meaning.label} {brief}".strip(), tuple(differences))
+    label = (part or field).replace("_", " ")
+    return Reason(place, meaning, f"{label} {brief}".strip(), tuple(differences))
 
 
 def _value(value: Json | Absent) -> str:

@@ -73,7 +73,8 @@ class Namespace:
             return read_namespace(self.root, self.id)
         except FskvError as error:
             # Names that a neighbour chose: a newline in one would forge a line.
-            return str(error).replace(self.path, show(self.path)).replace(self.id, show(self.id))
+            text = str(error).removeprefix("option 'root': ")
+            return text.replace(f"{self.path}/", "").replace(self.id, show(self.id))
 
     @property
     def identity(self) -> Identity | None:
@@ -216,7 +217,7 @@ class RootView:
         try:
             root = Root.open(os.path.abspath(path), create=False, writable=False)
         except FskvError as error:
-            raise NotARoot(str(error).replace("option 'root'", "--root")) from None
+            raise NotARoot(str(error).removeprefix("option 'root': ")) from None
         return cls(root.path)
 
     def namespaces(self) -> list[Namespace]:

@@ -90,8 +90,15 @@ def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _is(bad: str, unless: Callable[[StoreConfig], object] = lambda _store: False) -> Found:
-    return lambda value, _, store: bad if str(value).lower() == bad and not unless(store) else ""
+def _is(
+    bad: str,
+    unless: Callable[[StoreConfig], object] = lambda _store: False,
+    *,
+    is_default: bool = False,
+) -> Found:
+    words = bad if bad in ("true", "false", "0") else f'"{bad}"'
+    words += ", vLLM's default" if is_default else ""
+    return lambda value, _, store: words if str(value).lower() == bad and not unless(store) else ""
 
 
 def _adapters_trusted(store: StoreConfig) -> bool:
@@ -231,13 +238,13 @@ LESS = (
     ),
     Row(
         "kv_load_failure_policy",
-        _is("fail"),
+        _is("fail", is_default=True),
         '"recompute": fskv sets it, and warns at each start',
         'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
     ),
     Row(
         "shutdown_timeout",
-        _is("0"),
+        _is("0", is_default=True),
         "10: vLLM kills an engine that is stopped, and its last chunks are lost",
         "add --shutdown-timeout 10",
     ),

@@ -104,7 +104,6 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
             "explain",
             "--tokens",
             "-",
-            "--read-data",
             "--json",
             root=root,
             stdin=json.dumps(tokens),
@@ -227,7 +226,7 @@ def test_a_hit_ends_inside_a_block_where_an_earlier_prompt_ended_and_explain_say
     )
     explained = {}
     for label, tokens in prompts.items():
-        words = ("explain", "--tokens", "-", "--read-data", "--json")
+        words = ("explain", "--tokens", "-", "--json")
         one = fskv(*words, root=root, stdin=json.dumps(tokens))
         explained[label] = one.summary["hit_tokens"]
     # vLLM waits for no lookup inside a block: what it has not heard of by then is heard of the next time.

@@ -95,8 +95,8 @@ HOMES = {
     # replay --plot, and report
     "matplotlib": ("tools.replay.plot", "tools.report."),
     "jinja2": ("tools.report.",),
-    # explain --prompt
-    "tokenizers": ("tools.explain.tokens",),
+    # block_hashes: the engine's own keys, where it hashes with a *_cbor algorithm
+    "cbor2": ("tools.block_hashes",),
     # doctor --config, where vLLM is
     "yaml": ("tools.doctor.serve_line",),
 }
@@ -109,6 +109,7 @@ LAZY = {
     "matplotlib": ("tools.",),
     "jinja2": ("tools.",),
     "yaml": ("tools.",),
+    "cbor2": ("tools.",),
 }
 # What a pure module has no use for: files, clocks, threads, processes, the network.
 IMPURE = {

@@ -22,7 +22,7 @@ import zipfile
 import pytest
 import yaml
 from places import REPOSITORY
-from token_server import TokenServer, make_tokenizer
+from token_server import TokenServer
 from tool_lab import Lab, run, spoil
 from world import wait_for
 
@@ -91,7 +91,6 @@ def place(tmp_path, monkeypatch):
         "TENANT": "acme",
         "100GiB": "100KiB",  # to be freed of a small root
         "http://127.0.0.1:8000": server.url,
-        "/models/MODEL": str(tmp_path / "model"),
     }
     yield lab, words
     server.shutdown()
@@ -118,9 +117,6 @@ def test_the_commands_of_each_section_do_what_the_page_says(title, hostile, plac
     foreign = spoil(lab, lab.namespace()) if hostile else []
     for line in sections()[title]:
         arguments, promised = spelled_out(line, words)
-        if "--tokenizer" in arguments:
-            pytest.importorskip("tokenizers")
-            make_tokenizer(pathlib.Path(words["/models/MODEL"]))
         if arguments[0] == "bench":
             arguments += [
                 "--total-mib",

@@ -520,7 +520,7 @@ def test_where_no_identity_can_be_read_it_is_said_and_so_is_what_removes_it(lab)
     pathlib.Path(bad.directory.path, "namespace.json").write_text("{")
     done = run(*words, root=lab.path)
     assert done.exit_code == 1
-    assert "no namespace that can be read" in done.stderr
+    assert "namespace.json: no JSON" in done.stderr
     assert "no engine has stored" not in done.stderr
     for command in (words, ("prune", "-n"), ("prune", "--max-size", "1", "-n")):
         assert "`fskv rm`" in run(*command, root=lab.path).stderr

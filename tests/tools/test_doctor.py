@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -54,7 +53,7 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
     assert done.exit_code == 0, done.stdout
     assert done.summary["problem"] == 0
     assert everything_below(lab.path) == before
-    assert of(done, "namespaces") == [("ok", "1")]
+    assert of(done, "namespaces") == [("ok", "1 namespace")]
     for check in ("round trip", "write", "clock", "root"):
         assert of(done, check)[0][0] == "ok", check
     for line in findings(done):
@@ -65,7 +64,7 @@ def test_a_sound_root_has_no_problem_and_is_left_as_it_was(lab):
 def test_without_a_root_it_looks_at_the_machine():
     done = run("doctor", *PATIENT, "--json")
     assert done.exit_code == 0
-    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "GPU"}
+    assert {line["check"] for line in findings(done)} >= {"fskv", "huge pages", "GDS"}
 
 
 def here(root, **changes):
@@ -81,16 +80,14 @@ def levels(found, check):
 @pytest.mark.parametrize(("version", "warns"), [("0.31.0", True), ("0.33.2", False), ("x", True)])
 def test_a_vllm_that_was_never_run_is_a_warning(monkeypatch, version, warns):
     monkeypatch.setattr(machine, "_version", lambda name: version if name == "vllm" else None)
-    assert levels(machine.versions(10.0), "vllm") == [(Level.WARNING, version)] * warns
+    assert levels(machine.versions(), "vllm") == [(Level.WARNING, version)] * warns
 
 
 @pytest.mark.parametrize("driver", [True, False])
 def test_what_is_absent_is_not_called_ok(monkeypatch, driver):
     monkeypatch.setattr(machine, "_HAS_DRIVER", driver)
     monkeypatch.setattr(machine, "_version", lambda name: "1" if name == "kvikio" else None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert [one.level for one in machine.gpu(10.0)] == ["note"]
-    assert [one.level for one in machine.gds(10.0)] == ["ok" if driver else "note"]
+    assert [one.level for one in machine.gds()] == ["ok" if driver else "note"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "foreign", "newer", "a file", "empty"])
@@ -118,21 +115,16 @@ def test_what_is_no_root_is_a_finding_and_nothing_is_written_there(tmp_path, kin
         assert of(done, "root")[0][0] == "problem"
         assert not of(done, "write")
         (advice,) = [line["advice"] for line in findings(done) if line["check"] == "root"]
-        assert ("no engine starts on it" in advice) is (kind == "foreign")
-        assert ("the engines have" in advice) is (kind in ("missing", "a file"))
+        words = {
+            "missing": "make the directory, or mount",
+            "foreign": "no engine starts on it",
+            "newer": "engines of this fskv need another",
+            "a file": "the directory that the engines have",
+        }
+        assert words[kind] in advice
+        assert not of(done, "mount"), "of the directory above it"
         if path.is_dir():
             assert path.stat().st_mtime_ns == stamp
-
-
-def test_problems_come_first(tmp_path):
-    root = tmp_path / "kv"
-    lines = run("doctor", *PATIENT, root).stdout.splitlines()
-    told = [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
-    found = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
-    for each in (told, found):
-        assert each == sorted(each, key=list(Level).index)
-        assert each[0] == Level.PROBLEM
-    assert run("doctor", root, "--config", "{}").exit_code == 2
 
 
 def test_with_no_write_nothing_is_tried_and_strange_entries_stay(lab):
@@ -146,10 +138,7 @@ def test_with_no_write_nothing_is_tried_and_strange_entries_stay(lab):
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize(
-    "ops",
-    [None, ["read"], *(pytest.param([op], marks=pytest.mark.slow) for op in ("statfs", "create"))],
-)
+@pytest.mark.parametrize("ops", [None, ["read"], ["create"]])
 def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path, ops):
     with FaultyMount(tmp_path) as mount:
         lab = Lab(mount.path)
@@ -304,20 +293,6 @@ def refused(*_, **__):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_what_may_not_be_listed_is_a_problem_and_does_not_end_the_look(lab, monkeypatch, closed):
-    where, real = lab.namespace(), os.scandir
-    arch = where.id.partition("/")[0]
-
-    def scandir(at="."):
-        return refused() if closed and str(at) == f"{lab.path}/{arch}" else real(at)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    problems = [one for one in here(lab.path) if one.level == "problem"]
-    assert [one.check for one in problems] == ["namespaces"] * closed
-    assert not closed or arch in problems[0].found
-
-
 @pytest.mark.parametrize("kind", ["a loop", "a fifo", "a directory"])
 def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind):
     shared = f"{lab.path}/.fskv-maintenance"
@@ -327,25 +302,6 @@ def test_what_is_in_the_place_of_the_maintenance_files_is_one_problem(lab, kind)
         (os.mkfifo if kind == "a fifo" else os.mkdir)(shared)
     problems = [one.check for one in here(lab.path) if one.level == "problem"]
     assert problems == ([] if kind == "a directory" else ["owner of maintenance"])
-
-
-def test_a_process_that_hangs_is_left_to_itself(lab, monkeypatch):
-    """It is stopped, as a call that hangs stops it; what it has begun it ends later."""
-    started, real = [], subprocess.Popen
-
-    def stopped(*args, **options):
-        started.append(real(*args, **options))
-        os.kill(started[0].pid, signal.SIGSTOP)
-        return started[0]
-
-    monkeypatch.setattr(rounds.subprocess, "Popen", stopped)
-    monkeypatch.setattr(rounds, "_START_S", 0.0)
-    monkeypatch.setattr(rounds, "_END_S", 0.1)
-    found = list(rounds.of_root(Subject(lab.path, 0.2, True)))
-    assert [one.level for one in found] == ["problem"]
-    assert "did not answer in 0.2 s" in found[0].found
-    os.kill(started[0].pid, signal.SIGCONT)
-    os.waitpid(started[0].pid, 0)
 
 
 @pytest.mark.parametrize(
@@ -369,20 +325,18 @@ def test_a_quota_of_cephfs_is_told_of_beside_the_bound(tmp_path, monkeypatch, ma
 def test_namespaces_that_look_alike_and_do_not_share_are_named(lab):
     one = lab.namespace()
     other = lab.namespace(kv_cache_dtype="fp8")
-    ((level, found),) = [each for each in levels(here(lab.path), "namespaces") if each[1] != "2"]
+    ((level, found),) = [each for each in levels(here(lab.path), "namespaces") if each[0] != "ok"]
     assert level == "hint"
     assert all(each in found for each in (one.identity.digest16, other.identity.digest16))
     assert "kv_cache_dtype" in found
     with open(f"{one.directory.path}/namespace.json", "w") as file:
         file.write("{")
-    assert run("doctor", *PATIENT, root=lab.path).exit_code == 1
-
-
-def test_permissions_are_judged(lab):
-    os.chmod(lab.path, stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "warning"
-    os.chmod(lab.path, 0o700)
-    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "ok"
+    os.chmod(lab.path, 0o777)
+    found = here(lab.path)
+    assert [(one.level, one.check) for one in found if one.level in ("problem", "warning")] == [
+        ("warning", "owner of root"),
+        ("problem", "namespaces"),
+    ]
 
 
 LINE = "36 35 98:0 / {point} rw,noatime shared:1 - {kind} {source} rw{options}\n"
@@ -412,15 +366,6 @@ def test_mounts_are_judged_by_type_and_options(kind, options, level, words):
     assert not any("system's own" in one.found for one in judge(mount))
 
 
-def test_a_check_that_fails_is_a_problem():
-    def fails(_):
-        raise ZeroDivisionError("so it is")
-        yield
-
-    (found,) = rounds.look(fails, None)
-    assert (found.check, found.level) == ("fails", Level.PROBLEM)
-
-
 # --- what an engine is told ---------------------------------------------------------------------
 
 
@@ -445,9 +390,7 @@ def configured(given):
 # What operators got wrong, and the words that they need.
 MISTAKES = {
     "a unit that is none": ({"max_bytes": "100G"}, "did you mean 100GiB?"),
-    "no unit": ({"max_bytes": "100"}, "a text with a unit"),
     "a typo": ({"max_byte": "1GiB"}, "did you mean 'max_bytes'?"),
-    "a relative path": ({"root": "w/ok"}, "expected an absolute path"),
     "no root": ({"root": None}, "'root': found None"),
     "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
     "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
@@ -462,11 +405,13 @@ def test_what_an_engine_would_refuse_is_said_beforehand(lab, mistake):
     assert any(words in line["found"] for line in problems), problems
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_that_is_wrong_is_told_at_once_problems_first(tmp_path):
     given = transfer(tmp_path / "nowhere", max_byte="1GiB", io_threads=0, health_file="/no/x.json")
     line = f"vllm serve M --no-enable-prefix-caching --kv-transfer-config '{json.dumps(given)}'"
-    _, problems = configured(line)
+    done, problems = configured(line)
     assert [one["check"] for one in problems] == ["options"] * 3 + ["health file", "root"]
+    levels_ = [one["level"] for one in findings(done)]
+    assert levels_ == sorted(levels_, key=list(Level).index)
     # The control: what is right is not told.
     (tmp_path / "nowhere").mkdir()
     for name in ("max_byte", "io_threads"):
@@ -510,7 +455,7 @@ def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, h
         given = path
     done, problems = configured(given)
     assert (done.exit_code, problems, done.summary["root"]) == (0, [], lab.path)
-    assert of(done, "options") == [("ok", f"root {lab.path}, max_bytes 2.00 TiB")]
+    assert of(done, "options") == [("ok", f"of the store at {lab.path}")]
     assert everything_below(lab.path) == before
 
 
@@ -518,6 +463,7 @@ def test_a_configuration_comes_as_json_a_file_or_a_servers_line(lab, tmp_path, h
     ("given", "words"),
     [
         ("vllm serve M", "a line of `vllm serve` with --kv-transfer-config"),
+        ("vllm serve M --kv-transfer-confg {}", "did you mean --kv-transfer-config?"),
         ("{", "--config: no JSON: Expecting"),
         ("vllm serve it's", "No closing quotation"),
         ("no/such.json", "no/such.json: No such file or directory"),

@@ -1,14 +1,15 @@
-"""All of a server's line is judged, and YAML of what starts servers; each row beside a line without it."""
+"""All of a server's line is judged; each row beside a line without it."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
-from places import REPOSITORY
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
+from fskv_tools.doctor import flags
 from fskv_tools.doctor.configured import read
 from fskv_tools.doctor.finding import Level
 from fskv_tools.exits import UsageError
@@ -38,8 +39,8 @@ def line(*options, before="", stops=STOPS, **given):
 
 def judged(given):
     """Return the settings that were found amiss, each with its level."""
-    found = read(str(given)).findings
-    names = [(one.level.value, one.found.split("'")) for one in found if one.level is not Level.OK]
+    found = [one for one in read(str(given))[0] if one.level not in (Level.OK, Level.NOTE)]
+    names = [(one.level.value, one.found.split("'")) for one in found]
     return [(level, words[1] if len(words) > 1 else words[0]) for level, words in names]
 
 
@@ -147,9 +148,67 @@ def test_a_configuration_may_come_in_parts(bound):
 )
 def test_a_field_that_vllm_refuses_is_named(field, words):
     given = whole(beside={field: "kv_bth"})
-    found = [one.found for one in read(given).findings if one.level is Level.PROBLEM]
+    found = [one.found for one in read(given)[0] if one.level is Level.PROBLEM]
     assert len(found) == (words is not None)
     assert all(words in one for one in found)
+
+
+# --- the options of the server --------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """Stand in for an installed vLLM that has two options."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('nobody imports it')")
+    source = "class EngineArgs:\n    max_model_len: int\n    kv_transfer_config: dict\n"
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("vllm", tmp_path / "vllm" / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    flags.known.cache_clear()
+    yield
+    flags.known.cache_clear()
+
+
+def of_line(given):
+    return [one.found for one in read(given)[0] if one.check == "line"]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_an_option_that_vllm_does_not_have_is_named():
+    unknown = "found an option that `vllm serve` does not have"
+    transfer = f"--kv-transfer-config '{whole()}'"
+    assert of_line(f"vllm serve m {transfer} --max-model-length 9") == [
+        f"--max-model-length: {unknown}; did you mean --max-model-len?"
+    ]
+    assert of_line(f"{transfer} --frob=1") == [f"--frob: {unknown}"]
+    # The control: what vLLM takes, what is another program's, and what shows no server.
+    around = "docker run --gpus all vllm serve m --max_model_len 9", "&\ncurl --fail http://x"
+    assert of_line(f"{around[0]} {transfer} {around[1]}") == []
+    assert of_line(f"vllm serve {transfer} --no-max-model-l") == [], "an abbreviation"
+    (note,) = of_line(f"docker run --gpus all image {transfer}")
+    assert "were not checked" in note
+
+
+def test_without_vllm_it_is_said_that_options_were_not_checked(monkeypatch):
+    monkeypatch.setattr(flags, "known", frozenset)
+    assert of_line(line("--frob")) == [
+        "its options were not checked: vLLM is not installed for this Python"
+    ]
+    assert of_line(whole()) == [], "JSON alone has none"
+
+
+def test_the_options_of_the_installed_vllm_are_known():
+    flags.known.cache_clear()
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs the vllm environment")
+    assert {"--model", "--enable-prefix-caching", "--kv-transfer-config", "--port"} <= flags.known()
+
+
+def test_a_flag_with_a_value_is_refused_as_vllm_does():
+    (found,) = [one for one in of_line(line("--enable-prefix-caching=false")) if "=false" in one]
+    assert "found a value, and vLLM takes none there" in found
+    assert judged(line("--enable-prefix-caching=false")) != judged(line())
 
 
 # --- scripts and YAML -----------------------------------------------------------------------
@@ -164,80 +223,25 @@ def test_a_script_has_one_server(tmp_path):
         read(str(script))
 
 
-COMPOSE = """
-services:
-  one:
-    environment: {VLLM_PLUGINS: none, STARTED: 2026-01-01}
-    command: >
-      --model m --shutdown-timeout 10 --kv-transfer-config 'JSON'
-  two:
-    environment: [VLLM_PLUGINS=fskv]
-    ports: ["8000:8000"]
-    command: [--model, m, --enable-lora, --shutdown-timeout=10, --kv-transfer-config, 'JSON']
-"""
-POD = """
-kind: Pod
-metadata: {name: engine}
-spec:
-  containers:
-    - name: vllm
-      env: [{name: VLLM_PLUGINS, value: other}, {name: X, valueFrom: {}}]
-      command: [sh, -c]
-      args:
-        - |
-          exec vllm serve m --kv-offloading-size 9 \\
-            --kv-transfer-config 'JSON'
----
-kind: Service
-"""
-CHART = """
-servingEngineSpec:
-  modelSpec:
-    - name: mistral
-      enableLoRA: true
-      env: [{name: VLLM_PLUGINS, value: fskv}]
-      vllmConfig:
-        enablePrefixCaching: false
-        extraArgs: [--shutdown-timeout, "10", --kv-transfer-config, 'JSON']
-"""
-OPTIONS = "vllmConfig: {kvTransferConfig: JSON, blockSize: 16, shutdown-timeout: 10}"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (COMPOSE, ["services.one: VLLM_PLUGINS", "services.two: enable_lora"]),
-        (POD, ["kv_offloading_size", "VLLM_PLUGINS", "shutdown_timeout"]),
-        (CHART, ["enable_prefix_caching", "enable_lora"]),
-        (OPTIONS, []),
-        (
-            f"{OPTIONS}\n---\nkind: A\nmetadata: {{name: b}}\nkv_transfer_config: JSON",
-            ["document 2: "],
-        ),
-        ("kv-transfer-config: JSON\nshutdown-timeout: 0", ["shutdown_timeout"]),
-    ],
-)
-def test_whatever_starts_servers_is_read(tmp_path, text, expected):
+def test_a_file_of_vllms_own_is_read(tmp_path):
     pytest.importorskip("yaml")
-    path = tmp_path / "values.yaml"
-    path.write_text(text.replace("JSON", whole()))
-    found = [one.found for one in read(str(path)).findings if one.level is not Level.OK]
-    found = [one.replace("option '", "").partition("'")[0] for one in found]
-    assert len(found) == len(expected)
-    assert all(one.startswith(words) for one, words in zip(found, expected, strict=True)), found
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"kv-transfer-config: {whole()}\nshutdown-timeout: 0\nenable_lora: true")
+    assert judged(path) == [("hint", "enable_lora"), ("hint", "shutdown_timeout")]
+    path.write_text(f"kv-transfer-config: '{whole()}'\nshutdown-timeout: 9")
+    assert judged(path) == []
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("x: &x [*x, --kv-transfer-config]", "nested too deep"),
         ("kv-transfer-config: &x {kv_connector: *x}", "Circular reference"),
         ("[" * 30_000, "nested too deep"),
         ("kv-transfer-config: 2026-01-01", "no JSON could say this"),
-        ("args: [--kv-transfer-config, $(KV)]", "found $(KV), expected JSON"),
-        ("args:\n{{- range .Values.args }}\n  - {{ . }}\n{{- end }}", "could not find expected"),
+        ("kv-transfer-config: $(KV)", "found $(KV), expected JSON"),
+        ("kv-transfer-confg: {}", "did you mean --kv-transfer-config?"),
         ("!!python/object:os.system x", "could not determine a constructor"),
-        ("", "found no kv-transfer-config"),
+        ("", "found nothing, expected"),
     ],
 )
 def test_no_yaml_is_more_than_a_sentence(tmp_path, text, words):
@@ -249,10 +253,3 @@ def test_no_yaml_is_more_than_a_sentence(tmp_path, text, words):
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(path) in str(refused.value)
-
-
-def test_what_this_repository_deploys_is_read():
-    pytest.importorskip("yaml")
-    found = read(str(REPOSITORY / "deploy" / "kubernetes" / "fskv.yaml"))
-    assert [store.root for store in found.stores] == ["/kv/root"]
-    assert [one.level for one in found.findings] == ["ok"]

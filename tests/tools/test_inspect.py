@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
@@ -16,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-
-from fskv.format.chunk_file import encode_header, parse_header
 
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
@@ -137,20 +134,18 @@ def test_a_file_outside_of_any_root_is_judged_by_itself(lab, tmp_path):
     assert inspect(tmp_path / "nothing").exit_code == 2
 
 
-def test_a_partial_chunk_says_which_blocks_are_not_in_it(lab, tmp_path):
-    path = lab.chunk(lab.namespace(), 1)
-    with open(path, "rb") as file:
-        content = file.read()
-    header = dataclasses.replace(parse_header(content), first_block=2)
-    with open(path, "wb") as file:
-        file.write(encode_header(header, 4096) + content[4096:])
-    done = inspect(path)
-    assert done.exit_code == 0
-    assert [span["stored"] for span in of(done, "span")] == [False] * 4 + [True] * 4
+KINDS = {
+    "fifo": "a FIFO",
+    "device": "a device",
+    "directory": "a directory",
+    "link": "a symbolic link",
+    "socket": "a socket",
+    "loop": "a symbolic link",
+}
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "link", "socket", "loop"])
-def test_what_is_no_regular_file_is_never_followed_nor_waited_for(lab, tmp_path, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_regular_file_is_named_and_never_followed_nor_waited_for(lab, tmp_path, kind):
     path = tmp_path / "strange"
     if kind == "fifo":
         os.mkfifo(path)
@@ -166,10 +161,9 @@ def test_what_is_no_regular_file_is_never_followed_nor_waited_for(lab, tmp_path,
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         listening.close()
-    done = fskv("inspect", "--json", path, timeout_s=60)
-    assert done.exit_code in (1, 3)
-    assert of(done, "file")[0]["finding"] in ("stale", "unreadable")
-    assert done.summary["bad"] == 1
+    done = fskv("inspect", path, timeout_s=60)
+    assert done.exit_code == 1
+    assert f"NO CHUNK FILE: {KINDS[kind]}, no regular file" in done.stdout
 
 
 def test_strange_entries_of_a_root_and_strange_arguments(lab, tmp_path, monkeypatch):
@@ -244,12 +238,6 @@ def try_all(content):
             assert len(done.stdout) < 5_000_000
             assert all(c.isprintable() or c == "\n" for c in done.stdout)
         return run("inspect", "--json", file.name).lines[0]["finding"]
-
-
-@given(st.binary(max_size=9000))
-@settings(max_examples=30, deadline=None)
-def test_fuzz_any_bytes(content):
-    assert try_all(content) in ("corrupt", "stale")
 
 
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))

@@ -21,14 +21,12 @@ import pytest
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
 
 from fskv import namespace
-from fskv.format import integrity
 from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
 from fskv_tools.check import judge
 from fskv_tools.check import run as check_run
-from fskv_tools.check.expect import expected_of
 from fskv_tools.commands import verify as command
 
 corruptions = pytest.importorskip("trials.corruptions")
@@ -105,67 +103,6 @@ def test_negative_control_with_a_check_switched_off_some_are_missed(tmp_path, ch
     assert score.false_alarms == 0
 
 
-def test_every_single_byte_of_a_file_is_covered(lab):
-    where = lab.namespace(pages=(300, 400))  # one page of payload, most of it padding
-    path = lab.chunk(where, 1)
-    with open(path, "rb") as file:
-        good = file.read()
-    assert len(good) == 8192
-    expected = expected_of(where.identity, where.identity.digest16)
-    chunk = judge.ChunkName(os.path.basename(path)[:32], 0, None)
-    reader = judge.Reader(direct=False)
-
-    def finding():
-        return judge.judge(reader, path, chunk=chunk, expected=expected).finding
-
-    assert finding() == "ok"
-    uncovered = []
-    with open(path, "r+b", buffering=0) as file:
-        for at in range(len(good)):
-            os.pwrite(file.fileno(), bytes([good[at] ^ 1]), at)
-            if finding() == "ok":
-                uncovered.append(at)
-            os.pwrite(file.fileno(), good[at : at + 1], at)
-    assert uncovered == []
-    assert finding() == "ok"
-
-
-def test_the_words_say_what_is_wrong(lab):
-    where = lab.namespace()
-    other = lab.namespace(model_name="org/other")
-    paths = lab.chunks(where, range(8))
-    foreign = lab.chunk(other, 3)
-    flip(paths[0], 4096 + 70)
-    flip(paths[1], 100)
-    os.truncate(paths[2], 5000)
-    shutil.copyfile(foreign, paths[3])
-    shutil.copyfile(paths[5], paths[4])
-    with open(paths[6], "r+b") as file:
-        file.seek(8)
-        file.write(b"\2")  # another format version
-    done = verify(lab, "--read-data")
-    found = {line["path"]: (line["finding"], line["reason"]) for line in done.lines[:-1]}
-    assert done.exit_code == 1
-    assert found.keys() == {paths[i] for i in (0, 1, 2, 3, 4, 6)}
-    for number, finding, word in (
-        (0, "corrupt", "row 0"),
-        (1, "corrupt", "header fails its checksum"),
-        (2, "corrupt", "5000 bytes, expected"),
-        (3, "stale", "another namespace"),
-        (4, "stale", "not of its own name"),
-        (6, "stale", "format version 2"),
-    ):
-        assert found[paths[number]][0] == finding
-        assert word in found[paths[number]][1]
-    assert (done.summary["corrupt"], done.summary["stale"], done.summary["bad"]) == (3, 3, 6)
-    text = run("verify", "--read-data", root=lab.path)
-    assert text.exit_code == 1
-    assert len(text.stdout.splitlines()) == 6
-    assert len(run("verify", "--read-data", "-q", root=lab.path).stdout.split()) == 6
-    # without the data the rows are not looked at, and that is all that is missed
-    assert bad_paths(verify(lab)) == found.keys() - {paths[0]}
-
-
 def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judged(lab):
     pages = (4096,) * 600_000  # 4.8 MB of page sizes; nobody writes them, somebody may claim them
     where = lab.namespace(pages=pages[:1000], blocks_per_chunk=3)
@@ -200,45 +137,24 @@ def test_a_damaged_manifest_is_a_problem_and_the_directory_name_still_tells_fore
     assert bad_paths(done) == {paths[2]}
     assert done.exit_code == 1
     assert done.summary["problems"] == 1
+    assert "no engine can use 1 namespace" in run("verify", root=lab.path).stderr
     assert [line["namespace"] for line in done.lines if line["type"] == "namespace"] == [where.id]
     # whose fault it is that they do not fit, nobody knows
     assert verify(lab, "--remove-bad", "--yes").summary["removed"] == 0
 
 
-# --- parts ------------------------------------------------------------------------------
-
-
-def test_the_eighths_are_disjoint_and_together_all(lab):
-    where = lab.namespace()
-    paths = [*lab.chunks(where, range(120)), *lab.chunks(where, range(20), rank=1)]
-    for path in paths:
-        flip(path, 5000)
-    parts = [bad_paths(verify(lab, "--read-data-subset", f"{n}/8")) for n in range(1, 9)]
-    assert set.union(*parts) == set(paths)
-    assert sum(map(len, parts)) == len(paths)
-    assert all(5 < len(part) < 35 for part in parts)
-    for part in parts:
-        ranks = {os.path.basename(path)[:32] for path in part if ".r1." in path}
-        assert ranks <= {os.path.basename(path)[:32] for path in part if ".r1." not in path}
-
-
 def test_options_that_make_no_sense_are_usage_errors(lab):
-    for words in (
-        *(("--yes",), ("--dry-run",), ("--remove-bad",), ("--quiet",)),
-        ("--read-data", "--read-data-subset", "1/8"),
-        *(("--read-data-subset", text) for text in ("0/8", "9/8", "1/0", "5%", "", "1/8/2")),
-    ):
+    for words in (("--yes",), ("--dry-run",), ("--remove-bad",), ("--quiet",)):
         done = verify(lab, *words)
         assert (done.exit_code, done.stdout) == (2, ""), words
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["", "a disk that hangs"])
-def test_ctrl_c_ends_it_with_130(lab, hangs):
+def test_ctrl_c_ends_it_with_130_also_on_a_disk_that_hangs(lab):
     lab.chunks(lab.namespace(), range(50))
     code = (
         "import os, sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
         "def slow(*a, **k):\n"
-        f"    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep({600 if hangs else 0.2})\n"
+        "    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep(600)\n"
         "    return found\n"
         "run.judge = slow\nfrom fskv_tools.__main__ import main\n"
         f"sys.argv = ['fskv', 'verify', '--threads', '2', '--root', {lab.path!r}]\nmain()"
@@ -292,6 +208,9 @@ def test_a_dry_run_and_a_plain_run_change_nothing(lab):
         assert bad_paths(done) == bad
         assert done.summary["removed"] == 0
     assert "would remove 3 bad files" in done.stderr
+    ids = run("verify", "--read-data", "-q", root=lab.path).stdout.split()
+    assert len(ids) == len(run("verify", "--read-data", root=lab.path).stdout.splitlines()) == 3
+    assert len(bad_paths(verify(lab))) == 2, "rows are not read"
     unasked = fskv("verify", "--read-data", "--remove-bad", root=lab.path)
     assert (unasked.exit_code, unasked.stdout) == (2, ""), "it refuses before it reads"
     assert tree(lab.path) == before
@@ -423,10 +342,8 @@ def test_engines_may_store_and_prune_meanwhile_without_a_false_alarm(lab):
     assert min(done) > 20
 
 
-def test_a_missing_extension_and_a_missing_direct_io_make_no_difference(lab, monkeypatch):
+def test_a_missing_direct_io_makes_no_difference(lab, monkeypatch):
     _, _, bad = damaged_root(lab)
-    monkeypatch.setattr(integrity, "_native_rows", None)
-    assert bad_paths(verify(lab, "--read-data")) == bad
     real = os.open
 
     def refuse(path, flags, *words, **options):

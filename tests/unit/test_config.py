@@ -201,6 +201,11 @@ def test_an_unknown_option_is_refused_and_the_nearest_is_suggested(typo, meant):
     assert message.endswith(f"under an unknown name; did you mean '{meant}'?")  # and no list of all
 
 
+def test_no_size_is_suggested_that_was_given():
+    assert "did you mean 2000000TiB" not in refused(max_bytes="2000000TiB")
+    assert "did you mean 5TiB?" in refused(max_bytes="5T")
+
+
 def test_an_option_like_no_other_is_refused_with_the_few_nearest():
     """And where the list of all is, which no terminal shows whole."""
     for name, nearest in (("zzz", set()), ("max_cpu", {"max_bytes"})):

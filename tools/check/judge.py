@@ -35,6 +35,14 @@ PIECE_NBYTES = 4 << 20
 _HUGE = 2 << 20  # O_DIRECT pins each page of a buffer: with small ones it is slower
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _LOOKS = 3  # at a path under which there is another file each time
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _large_header = threading.Lock()
 
 
@@ -110,11 +118,20 @@ class OpenFile:
             self.info = os.fstat(self._fd)
         except OSError as error:
             self._close()
+            self._check_kind()
             raise chunk_error_from_os(error, self._name) from error
         if not stat.S_ISREG(self.info.st_mode):
             self._close()
-            raise ChunkStale("not a regular file")
+            self._check_kind()
+            raise ChunkStale("no regular file")
         return self
+
+    def _check_kind(self) -> None:
+        """Raise ChunkStale, which says what it is, for anything but a regular file."""
+        with contextlib.suppress(OSError):
+            info = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
+            if kind := _KINDS.get(stat.S_IFMT(info.st_mode)):
+                raise ChunkStale(f"{kind}, no regular file")
 
     def _open(self, more_flags: int) -> int:
         return os.open(self._name, OPEN_READ | os.O_NOCTTY | more_flags, dir_fd=self._dir_fd)
@@ -249,7 +266,7 @@ def finding_of(error: ChunkError) -> tuple[Finding, str]:
     if isinstance(error, ChunkCorrupt):
         return Finding.CORRUPT, str(error)
     if isinstance(error, ChunkStale):
-        return Finding.STALE, "a symbolic link" if _errno(error) == errno.ELOOP else str(error)
+        return Finding.STALE, str(error)
     cause = error.__cause__
     said = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
     return Finding.UNREADABLE, said

@@ -112,13 +112,11 @@ class Run:
         spaces: Sequence[Namespace],
         *,
         rows: bool = False,
-        part: tuple[int, int] = (1, 1),
         threads: int = 8,
     ) -> None:
-        """With `rows` the payload is read, of one of so many parts of the files."""
+        """With `rows` the payload is read."""
         self._spaces = spaces
         self._rows = rows
-        self._part = part
         self._threads = threads
         self._own = threading.local()
         self._stop = False
@@ -191,19 +189,14 @@ class Run:
             for name in batch.names:
                 if self._stop:
                     break
-                rows, chunk = self._rows and self._is_in_part(name), parse_chunk_file(name)
+                chunk = parse_chunk_file(name)
                 found = failure or judge(
-                    reader, name, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=rows
+                    reader, name, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=self._rows
                 )
                 tally.files += 1
                 tally.nbytes_read += found.nbytes_read
                 tally.findings[found.finding] += 1
-                tally.data_files += rows and found.finding not in _UNREAD
+                tally.data_files += self._rows and found.finding not in _UNREAD
                 if found.bad:
                     bad.append(Bad(space, name, found.finding, found.reason, found.info))
         return tally, bad
-
-    def _is_in_part(self, name: str) -> bool:
-        """Whether the rows of a file are to be read: those of all ranks of a chunk, or of none."""
-        part, parts = self._part
-        return int(name[16:32], 16) % parts == part - 1

@@ -18,17 +18,13 @@ from ..terminal import emit, fill, show
 LINES = {
     "difference": {
         "field": "field of the identity; a part of `extra` as extra.PART",
-        "label": "what it is, in words",
-        "why": "why it matters",
-        "can_share": "whether there is anything to do",
-        "how": "what to do to share",
+        "meaning": "why it matters, and what to do to share",
         "paths": "list of objects: path (below the identity), a and b (JSON values), a_absent and b_absent",
     },
     "summary": {
         "a": "ARCH/MODEL@DIGEST",
         "b": "ARCH/MODEL@DIGEST",
         "equal": "whether they are one namespace",
-        "shareable": "whether the two can share once all of that is done",
         "headline": "one sentence, or null",
         "fields": "number of fields that differ",
         "paths": "number of values that differ",
@@ -82,11 +78,9 @@ def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
     print(f"B  {show(other.id)}\n")
     print(fill(headline(found)))
     for reason in found:
-        meaning = reason.meaning
         print()
-        print(f"{meaning.label} ({reason.field})")
-        sentences = f"{_capital(meaning.why)}. {_capital(meaning.how)}."
-        print(fill(sentences, 2))
+        print(reason.field)
+        print(fill(reason.meaning, 2))
         for line in namespace.explain(list(reason.differences), "A", "B")[:_MAX_PATHS]:
             print(fill(line, 4))
         if len(reason.differences) > _MAX_PATHS:
@@ -96,20 +90,13 @@ def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
 _MAX_PATHS = 12
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def emit_reasons(found: list[Reason]) -> None:
     """Print a JSON line for each reason."""
     for reason in found:
         emit(
             "difference",
             field=reason.field,
-            label=reason.meaning.label,
-            why=reason.meaning.why,
-            can_share=reason.meaning.can_share,
-            how=reason.meaning.how,
+            meaning=reason.meaning,
             paths=[
                 {
                     "path": each.path,
@@ -130,7 +117,6 @@ def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
         a=one.id,
         b=other.id,
         equal=not found,
-        shareable=all(reason.meaning.can_share for reason in found),
         headline=headline(found) if found else None,
         fields=len(found),
         paths=sum(len(reason.differences) for reason in found),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -11,12 +12,12 @@ import typer
 from fskv.bounds.limits import Limits
 from fskv.config import StoreConfig
 
-from ..doctor.configured import Configured, read
+from ..doctor.configured import read
 from ..doctor.finding import Finding, Level, Subject
 from ..doctor.rounds import of_machine, of_root
 from ..exits import Exit, UsageError
 from ..options import JsonOption, root_option, seconds
-from ..terminal import emit, new_table, plain, print_table, say
+from ..terminal import emit, many, new_table, plain, print_table, say
 
 LINES = {
     "finding": {
@@ -57,9 +58,8 @@ def command(
         str | None,
         typer.Option(
             metavar="JSON|FILE|LINE",
-            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line of vllm "
-            "serve, its YAML file, or YAML of Kubernetes, compose or a chart. Its roots are looked at, "
-            "instead of --root.",
+            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line or a script "
+            "of vllm serve, or its YAML file. Its roots are looked at, instead of --root.",
             show_default=False,
         ),
     ] = None,
@@ -73,44 +73,37 @@ def command(
     """
     if directory is not None and config is not None:
         raise UsageError("DIR, --config: found both, expected one of them")
-    configured = Configured(()) if config is None else read(config)
+    if "" in (directory, root):
+        raise UsageError("--root: found nothing, expected the directory of a cache root")
+    found, configured = ([], []) if config is None else read(config)
     stores: dict[str, list[StoreConfig]] = {}
     if config is None and (path := directory or root):
         stores[os.path.abspath(path)] = []
-    for store in configured.stores:
+    for store in configured:
         stores.setdefault(store.root, []).append(store)
-    found = [*configured.findings, *of_machine(timeout)]
+    found += of_machine()
     for path, own in stores.items():
-        found += of_root(_subject(path, own, timeout, may_write=not no_write))
+        subject = Subject(
+            path,
+            timeout,
+            may_write=not no_write,
+            told=tuple(Limits(one.max_bytes, one.keep_free) for one in own if one.store),
+            only_loads=bool(own) and not any(one.store for one in own),
+            health_files=tuple(dict.fromkeys(one.health_file for one in own if one.health_file)),
+        )
+        found += of_root(subject)
     found.sort(key=lambda one: list(Level).index(one.level))
     counted = Counter(one.level for one in found)
     if as_json:
         for one in found:
-            emit(
-                "finding",
-                check=one.check,
-                level=one.level,
-                found=one.found,
-                advice=one.advice or None,
-            )
+            emit("finding", **{**asdict(one), "advice": one.advice or None})
         only = next(iter(stores)) if len(stores) == 1 else None
         emit("summary", root=only, **{level.value: counted[level] for level in Level})
     else:
         _print(found)
-        say(", ".join(f"{counted[level]} {level}" for level in Level if counted[level]))
+        levels = [one for one in Level if counted[one]]
+        say(", ".join(many(counted[one], one, "ok" * (one == "ok")) for one in levels))
     raise typer.Exit(Exit.PROBLEMS if counted[Level.PROBLEM] else Exit.OK)
-
-
-def _subject(root: str, own: list[StoreConfig], timeout_s: float, *, may_write: bool) -> Subject:
-    """Return a root with what the stores on it need."""
-    return Subject(
-        root,
-        timeout_s,
-        may_write,
-        told=tuple(Limits(one.max_bytes, one.keep_free) for one in own if one.store),
-        only_loads=bool(own) and not any(one.store for one in own),
-        health_files=tuple(dict.fromkeys(one.health_file for one in own if one.health_file)),
-    )
 
 
 def _print(findings: list[Finding]) -> None:

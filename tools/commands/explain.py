@@ -18,11 +18,11 @@ from ..explain.causes import Cause
 from ..explain.chunk_state import ABSENT, GOOD
 from ..explain.look import ChunkLook, Report, group_words, look_at, span
 from ..explain.tokens import (
+    Asked,
     PromptOption,
-    TokenizerOption,
     TokensOption,
     UrlOption,
-    engine_at,
+    namespace_at,
     read_prompt,
     read_tokens,
 )
@@ -40,7 +40,8 @@ LINES = {
         "key": "the engine's key in hex",
         "use": "loaded (the hit needs it), wanted (a longer hit would), unused",
         "present": "whether a lookup finds it: every file is there with its length",
-        "files": "list of objects: path, rank, state, detail, nbytes, mtime_ns, last_used, first_block",
+        "files": "list of objects: path, rank, found, state, detail, nbytes, mtime_ns, last_used, "
+        "first_block",
     },
     "cause": {
         "group": "index of the KV group; null: about the root or the server",
@@ -56,8 +57,6 @@ LINES = {
         "lookup_tokens": "tokens that a lookup finds",
         "hit_tokens": "tokens that would be served: those, or none if a load fails",
         "best_tokens": "tokens that such a prompt can hit at most",
-        "unreachable_files": "good files that no hit of the prompt reaches: one before them is missing",
-        "unreachable_nbytes": "their length",
         "verdict": "one sentence",
     },
 }
@@ -79,57 +78,49 @@ def command(
     ] = None,
     tokens: TokensOption = None,
     prompt: PromptOption = None,
-    tokenizer: TokenizerOption = None,
     url: UrlOption = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The request's cache_salt.")
     ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=PATH", help="The request's adapter: its name and path."),
-    ] = None,
-    read_data: Annotated[
-        bool, typer.Option("--read-data", help="Check every row of every file that is there.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt would hit or miss: the likeliest cause first, group by group, chunk by chunk.
 
     The engine's keys are computed from token ids, as vLLM 0.32 does, and every chunk of the prompt is looked
-    for: every rank's file, its length, its header, with --read-data its rows. The rule of the engine decides
-    how far the hit goes: full attention needs every chunk, a sliding window the chunks in reach of the end of
-    the hit, a state the last one. With --prompt the text of the first tokens that are not there is quoted.
+    for: every rank's file, its length and its header. The rule of the engine decides how far the hit goes:
+    full attention needs every chunk, a sliding window the chunks in reach of the end of the hit, a state the
+    last one. With --prompt the text of the first tokens that are not there is quoted.
 
     What is approximated: the engine's own memory, requests that load the same chunks at the same time, MTP
     (behind FskvTier vLLM leaves out the last chunk, and no hit ends inside a block), and limits that a
-    request sets itself. Keys of prompts with images, audio or embeddings cannot be computed from token ids.
+    request sets itself. Keys of requests with images, audio, embeddings or an adapter cannot be computed from
+    token ids. Only `fskv verify --read-data` checks every byte of a file.
 
     Exit code 0 if everything that can hit would (of a prompt without a whole chunk: nothing), 1 if not.
     """
     if (tokens is None) == (prompt is None):
         raise UsageError("expected one of --prompt and --tokens")
-    if (tokenizer is not None) + (url is not None) != (prompt is not None):
-        raise UsageError("expected one of --tokenizer and --url with --prompt, and none without it")
+    if (url is None) != (prompt is None):
+        raise UsageError(
+            "--prompt needs --url, a server that makes token ids of it; --tokens takes ids"
+        )
     view = RootView.open(root)
-    of_server, off = engine_at(url) if url else (None, False)
+    of_server = namespace_at(url) if url else None
     where, identity = _namespace(view, name or of_server)
-    if prompt is not None:
-        ids, decode = read_prompt(prompt, tokenizer, url)
-    else:
-        ids, decode = read_tokens(tokens or ""), None
-    adapter = _adapter(lora)
-    _warn(identity, adapter)
-    report = look_at(
-        where.path, identity, ids, read_data=read_data, cache_salt=cache_salt, lora=adapter, off=off
-    )
+    ids = read_prompt(prompt, url) if prompt and url else read_tokens(tokens or "")
+    asked = Asked(ids, cache_salt, url)
+    if not re.fullmatch(rf"{re.escape(VLLM_TESTED)}(\.\d+)?", identity.engine_version):
+        say(
+            f"the keys are computed as vLLM {VLLM_TESTED} does, and this namespace is of vLLM "
+            f"{show(identity.engine_version)}: if that version hashes otherwise, its chunks are not found"
+        )
+    report = look_at(where.path, asked.prompt(identity))
     full = report.hit_tokens == report.best_tokens
-    whys = [] if full or off else list(causes.find(view, report, ids, decode))
+    whys = [] if full else list(causes.find(view, report, asked))
     if as_json:
         _emit(where, report, whys)
     else:
         _print(where, report, whys)
-        if report.hit_tokens and not read_data:
-            say("only headers were read: with --read-data every byte of the files is checked")
     raise typer.Exit(Exit.OK if full else Exit.PROBLEMS)
 
 
@@ -137,39 +128,15 @@ def _namespace(view: RootView, name: str | None) -> tuple[Namespace, Identity]:
     """Return the namespace that is meant, with its identity."""
     found = [view.namespace(name)] if name else view.namespaces()
     readable = [(one, one.identity) for one in found if one.identity is not None]
-    if len(readable) == 1:
-        return readable[0]
-    if readable:
+    if len(readable) > 1:
         names = ", ".join(one.id for one, _ in readable[:_MAX_NAMED])
         raise UsageError(f"expected NAMESPACE, the root has {len(readable)} namespaces: {names}")
-    if found:
-        raise CommandError(
-            f"found no namespace that can be read; {show(found[0].id)}: {found[0].problem}; "
-            "an engine makes it anew once `fskv rm` has removed it"
-        )
-    raise UsageError("the root has no namespace: no engine has stored anything in it")
-
-
-def _adapter(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise UsageError(f"--lora: found {text!r:.60}, expected NAME=PATH")
-    return name, path
-
-
-def _warn(one: Identity, adapter: tuple[str, str] | None) -> None:
-    if not re.fullmatch(rf"{re.escape(VLLM_TESTED)}(\.\d+)?", one.engine_version):
-        say(
-            f"the keys are computed as vLLM {VLLM_TESTED} does; this engine is "
-            f"{one.engine_version}, and nobody has compared them"
-        )
-    if adapter is not None:
-        say(
-            "requests with an adapter always miss in an engine without \"lora\" in its option 'trust', which "
-            "a namespace does not tell"
-        )
+    if not found:
+        raise UsageError("the root has no namespace: no engine has stored anything in it")
+    if not readable:
+        how = "an engine makes it anew once `fskv rm` has removed it"
+        raise CommandError(f"{show(found[0].id)}: {found[0].problem}; {how}")
+    return readable[0]
 
 
 def _print(where: Namespace, report: Report, whys: list[Cause]) -> None:
@@ -240,7 +207,6 @@ def _emit(where: Namespace, report: Report, whys: list[Cause]) -> None:
             )
     for one in whys:
         emit("cause", **asdict(one))
-    lost = report.unreachable
     emit(
         "summary",
         namespace=where.id,
@@ -248,7 +214,5 @@ def _emit(where: Namespace, report: Report, whys: list[Cause]) -> None:
         lookup_tokens=report.lookup_tokens,
         hit_tokens=report.hit_tokens,
         best_tokens=report.best_tokens,
-        unreachable_files=len(lost),
-        unreachable_nbytes=sum(one.nbytes or 0 for one in lost),
         verdict=report.sentence,
     )

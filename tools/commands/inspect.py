@@ -221,6 +221,8 @@ def _print(where: Place, body: Body, everything: bool) -> None:
     verdict, info, header = body.verdict, body.info, body.header
     _line("file", where.path)
     shouted = "ok" if verdict.finding is Finding.OK else verdict.finding.value.upper()
+    if verdict.finding is Finding.STALE and info is None:
+        shouted = "NO CHUNK FILE"
     _line("verdict", f"{shouted}: {verdict.reason}" if verdict.reason else shouted)
     if where.namespace and where.namespace.problem:
         say(f"{where.namespace.path}: {where.namespace.problem}")

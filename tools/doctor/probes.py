@@ -25,28 +25,21 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def new_name(root: str) -> Iterator[str]:
-    """Yield a path in the root that nobody uses, and remove it at the end.
+def new_file(root: str, more_flags: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield path and descriptor of a new, empty file in the root, and remove it at the end.
 
     No engine reads a file of such a name, and it does not make an empty directory foreign (docs/format.md).
     """
     path = f"{root}/{PART_PREFIX}{unique_name()}.part"
     try:
-        yield path
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-@contextlib.contextmanager
-def new_file(root: str, more_flags: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield path and descriptor of a new, empty file."""
-    with new_name(root) as path:
         fd = os.open(path, _FLAGS | more_flags, 0o600)
         try:
             yield path, fd
         finally:
             os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def write(subject: Subject) -> Iterator[Finding]:

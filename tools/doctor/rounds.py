@@ -24,16 +24,16 @@ _END_S = 3.0
 _LEFT_S = 600  # that a process which hangs may stay
 _ADVICE = "is the server reachable? for an engine such a root is a miss: each load has a deadline"
 
-_OF_MACHINE = (machine.versions, machine.environment, machine.gpu, machine.gds)
-_OF_ROOT = (contents.permissions, space.space)
+_OF_MACHINE = (machine.versions, machine.environment, machine.gds)
+_OF_ROOT = (mount.mount, contents.permissions, space.space)
 _PROBES = (probes.write, probes.direct_io, probes.round_trip)
-_OF_CONTENTS = (contents.engines, contents.namespaces, contents.directories)
+_OF_CONTENTS = (contents.engines, contents.namespaces)
 
 
-def look(check: Callable[[Any], Iterable[Finding]], about: Any) -> Iterator[Finding]:
+def look(check: Callable[..., Iterable[Finding]], *about: Subject) -> Iterator[Finding]:
     """Make one check, here and now; raises nothing."""
     try:
-        yield from check(about)
+        yield from check(*about)
     except Exception as error:  # whatever a disk does is a finding
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         advice = "see the message: permissions, the mount, or a bug of fskv's"
@@ -44,10 +44,10 @@ def _name(check: Any) -> str:
     return str(check.__name__).replace("_", " ")
 
 
-def of_machine(timeout_s: float) -> Iterator[Finding]:
+def of_machine() -> Iterator[Finding]:
     """Look at the machine, which does not hang."""
     for check in _OF_MACHINE:
-        yield from look(check, timeout_s)
+        yield from look(check)
 
 
 def of_root(subject: Subject) -> Iterator[Finding]:
@@ -95,12 +95,12 @@ def _in_time(told: Connection, timeout_s: float) -> Iterator[Finding]:
 
 def findings(subject: Subject) -> Iterator[Finding | str]:
     """Make all checks of a root, in this process; yields a check's name before what it finds."""
-    yield from _named((contents.health_file, mount.mount), subject)
+    yield from _named((contents.health_file,), subject)
     yield "root"
     (state,) = look(contents.root, subject)
     yield state
     if state.level is Level.PROBLEM:
-        return  # one fault is one finding: what follows would only meet it again
+        return  # one fault is one finding: what follows would only meet it again, or look at its parent
     yield from _named(_OF_ROOT, subject)
     if not subject.may_write or subject.only_loads:
         why = '"store": false needs no writing' if subject.only_loads else "--no-write"

@@ -1,16 +1,14 @@
 """What is under the name of one chunk file, for a prompt: what a lookup sees of it, and then a load.
 
-A lookup compares lengths alone; so what is not there, is no regular file or has another length is told apart
-from what only the load will find, which is `check.judge`'s to say.
+A lookup compares lengths alone; what only a load notices is `check.judge`'s to say.
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fskv import namespace
 from fskv.format.chunk_file import FileLayout
@@ -22,26 +20,21 @@ from ..exits import UsageError
 
 _MAX_RANKS = 4096
 _MAX_CHUNK_NBYTES = 1 << 40
-_NO_WAY = (errno.ENOTDIR, errno.ELOOP)
-GOOD, ABSENT, NO_FILE, WRONG_SIZE = "good", "absent", "no regular file", "wrong size"
+GOOD, ABSENT = "good", "absent"
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What is under the name of one file: the first check that fails, or GOOD."""
+    """What is under the name of one file."""
 
     path: str
     rank: int | None
-    state: str  # or one of check.judge's findings
+    found: bool  # whether a lookup, which compares the length alone, takes it for a hit
+    state: str  # GOOD, ABSENT, or what check.judge finds wrong
     detail: str = ""  # what is wrong, in words
     nbytes: int | None = None
     mtime_ns: int | None = None
     first_block: int | None = None  # None where the header could not be read
-
-    @property
-    def found(self) -> bool:
-        """Whether a lookup, which compares the length alone, takes it for a hit."""
-        return self.state not in (ABSENT, NO_FILE, WRONG_SIZE)
 
 
 @dataclass(frozen=True)
@@ -64,58 +57,52 @@ class GroupFiles:
         return cls(group, namespace_path, file_ranks(identity), expected)
 
     @property
-    def layout(self) -> FileLayout | None:
-        """None with pipeline stages: pages and layers differ from rank to rank, and no identity has them."""
-        return (self.expected.layouts or {}).get(self.group.group_idx)
-
-    @property
     def file_nbytes(self) -> int | None:
-        return self.layout.file_nbytes if self.layout else None
-
-    def path(self, key: bytes, rank: int | None) -> str:
-        name = namespace.chunk_path(key, self.group.group_idx, rank)
-        return f"{self.namespace_path}/{name}"
+        """None with pipeline stages: pages and layers differ from rank to rank, and no identity has them."""
+        layout: FileLayout | None = (self.expected.layouts or {}).get(self.group.group_idx)
+        return layout.file_nbytes if layout else None
 
     def looks_present(self, key: bytes) -> bool:
         """Answer as the engine's lookup does: every rank's file is there with its length."""
-        return all(self._seen(key, rank).found for rank in self.ranks)
+        return all(self._is_hit(self._stat(self._path(key, rank))) for rank in self.ranks)
 
-    def states(self, key: bytes, reader: Reader, *, read_data: bool) -> tuple[FileState, ...]:
-        """Check the file of every rank of one chunk."""
-        return tuple(self._loaded(key, rank, reader, read_data) for rank in self.ranks)
+    def states(self, key: bytes, reader: Reader) -> tuple[FileState, ...]:
+        """Look at the file of every rank of one chunk."""
+        return tuple(self._state(key, rank, reader) for rank in self.ranks)
 
-    def _seen(self, key: bytes, rank: int | None) -> FileState:
-        """Look at a file as a lookup does."""
-        path = self.path(key, rank)
+    def _path(self, key: bytes, rank: int | None) -> str:
+        return f"{self.namespace_path}/{namespace.chunk_path(key, self.group.group_idx, rank)}"
+
+    @staticmethod
+    def _stat(path: str) -> os.stat_result | None:
         try:
-            info = os.lstat(path)
-        except FileNotFoundError:
-            return FileState(path, rank, ABSENT, "no such file")
-        except OSError as error:
-            kind = NO_FILE if error.errno in _NO_WAY else Finding.UNREADABLE
-            return FileState(path, rank, kind, error.strerror or type(error).__name__)
-        nbytes, mtime_ns = info.st_size, info.st_mtime_ns
-        if not stat.S_ISREG(info.st_mode):
-            return FileState(path, rank, NO_FILE, "a link, a directory or a device in its place")
-        if self.file_nbytes is not None and nbytes != self.file_nbytes:
-            words = f"{nbytes} bytes, expected {self.file_nbytes}"
-            return FileState(path, rank, WRONG_SIZE, words, nbytes, mtime_ns)
-        return FileState(path, rank, GOOD, "", nbytes, mtime_ns)
+            return os.lstat(path)
+        except OSError:
+            return None
 
-    def _loaded(self, key: bytes, rank: int | None, reader: Reader, read_data: bool) -> FileState:
-        """Look at a file as a load does."""
-        seen = self._seen(key, rank)
-        if seen.state != GOOD:
-            return seen
+    def _is_hit(self, info: os.stat_result | None) -> bool:
+        if info is None or not stat.S_ISREG(info.st_mode):
+            return False
+        return self.file_nbytes in (None, info.st_size)
+
+    def _state(self, key: bytes, rank: int | None, reader: Reader) -> FileState:
+        path = self._path(key, rank)
+        info = self._stat(path)
         chunk = ChunkName(namespace.chunk_name(key), self.group.group_idx, rank)
-        found = judge(reader, seen.path, chunk=chunk, expected=self.expected, rows=read_data)
-        if found.header is None or found.bad:
-            state = ABSENT if found.finding is Finding.VANISHED else found.finding
-            return replace(seen, state=state, detail=found.reason or "gone meanwhile")
-        if found.header.key_hash != key:  # `judge` knows names alone
-            words = f"holds another key of the same name: {found.header.key_hash.hex()}"
-            return replace(seen, state=Finding.STALE, detail=words)
-        return replace(seen, first_block=found.header.first_block)
+        judged = judge(reader, path, chunk=chunk, expected=self.expected, rows=False)
+        if judged.finding is Finding.VANISHED:
+            return FileState(path, rank, False, ABSENT, "no such file")
+        state, detail, first_block = GOOD, judged.reason, None
+        if judged.header is None or judged.bad:
+            state = judged.finding
+        elif judged.header.key_hash != key:  # `judge` knows names alone
+            state = Finding.STALE
+            detail = f"holds another key of the same name: {judged.header.key_hash.hex()}"
+        else:
+            first_block = judged.header.first_block
+        nbytes, mtime_ns = (info.st_size, info.st_mtime_ns) if info else (None, None)
+        is_hit = self._is_hit(info)
+        return FileState(path, rank, is_hit, state, detail, nbytes, mtime_ns, first_block)
 
 
 def file_ranks(identity: Identity) -> tuple[int | None, ...]:

@@ -6,21 +6,15 @@ chunk only the load would notice: such a chunk is `broken`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fskv.hybrid_planner import GroupKind, GroupSpec
-from fskv.namespace import Identity
 
 from ..check.judge import Reader
 from ..terminal import iec
 from .chunk_state import GOOD, FileState, GroupFiles
-from .prompt import Culprit, Prompt, Verdict, judge
-
-_OFF = (
-    "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for this "
-    "model), so fskv does nothing in it"
-)
+from .prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +44,63 @@ class Report:
     """What is there of a prompt, and how far the hit goes."""
 
     prompt: Prompt
-    cache_salt: str | None
-    lora: tuple[str, str] | None
     files: list[GroupFiles]
     looks: list[list[ChunkLook]]  # by position, by chunk
-    verdict: Verdict
-    # (position, chunk) that a lookup finds and a load does not take.
-    broken: list[tuple[int, ChunkLook]]
-    tail_tokens: int  # beyond whole chunks, where an earlier prompt ended inside a block
-    off: bool  # whether the server that was asked caches no prefix
+    whole_tokens: int  # that a lookup finds in whole chunks
+    tail_tokens: int  # beyond them, where an earlier prompt ended inside a block
+    tail: list[ChunkLook]  # of each group
+
+    @property
+    def lookup_tokens(self) -> int:
+        """Tokens that a lookup finds."""
+        return self.whole_tokens + self.tail_tokens
+
+    @cached_property
+    def best_tokens(self) -> int:
+        """Tokens that such a prompt can hit at most."""
+        best = self.prompt.hit_tokens(lambda _g, _c: True)
+        return max(best, self.lookup_tokens)
 
     @property
     def hit_tokens(self) -> int:
         """Tokens that would really be served: a request with one bad chunk is recomputed whole."""
-        return 0 if self.broken or self.off else self.lookup_tokens
+        return 0 if self.broken else self.lookup_tokens
 
-    @property
-    def lookup_tokens(self) -> int:
-        return self.verdict.hit_tokens + self.tail_tokens
+    @cached_property
+    def broken(self) -> list[tuple[int, ChunkLook]]:
+        """Chunks, each with its group's position, that a lookup finds and a load does not take."""
+        hit = self.whole_tokens
+        return [
+            (position, looks[chunk])
+            for position, looks in enumerate(self.looks)
+            for chunk in self.prompt.needed(position, hit)
+            if looks[chunk].worst.state != GOOD
+            or looks[chunk].first_block > self.prompt.first_wanted_block(position, chunk, hit)
+        ] + [one for one in enumerate(self.tail) if one[1].worst.state != GOOD]
 
-    @property
-    def best_tokens(self) -> int:
-        return max(self.verdict.best_tokens, self.lookup_tokens)
+    @cached_property
+    def lacking(self) -> list[tuple[int, list[ChunkLook]]]:
+        """Chunks that the longest hit needs and a lookup does not find, by position.
+
+        The group that lacks the earliest token comes first.
+        """
+        found = [
+            (position, [look for look in looks if self._is_wanted(position, look)])
+            for position, looks in enumerate(self.looks)
+        ]
+        size = self.prompt.tokens_per_chunk
+        return sorted(
+            (one for one in found if one[1]), key=lambda one: one[1][0].chunk * size(one[0])
+        )
+
+    def _is_wanted(self, position: int, look: ChunkLook) -> bool:
+        return not look.present and look.chunk in self.prompt.needed(position, self.best_tokens)
 
     def use(self, position: int, chunk: int) -> str:
         """Say what a hit does with a chunk: loaded, wanted (a longer hit needs it), or unused."""
-        if chunk in self.prompt.needed(position, self.verdict.hit_tokens):
+        if chunk in self.prompt.needed(position, self.whole_tokens):
             return "loaded"
-        if chunk in self.prompt.needed(position, self.verdict.best_tokens):
-            return "wanted"
-        return "unused"
+        return "wanted" if chunk in self.prompt.needed(position, self.best_tokens) else "unused"
 
     @property
     def unreachable(self) -> list[FileState]:
@@ -97,8 +118,6 @@ class Report:
     def sentence(self) -> str:
         prompt, found, best = self.prompt, self.lookup_tokens, self.best_tokens
         of = f"of {prompt.num_tokens} tokens"
-        if self.off:
-            return f"hits 0 {of}: {_OFF}"
         if not best:
             largest = max(map(prompt.tokens_per_chunk, range(len(prompt.groups))))
             return f"hits 0 {of}: it has no whole chunk of {largest} tokens that could be loaded"
@@ -106,7 +125,7 @@ class Report:
             position, look = self.broken[0]
             return (
                 f"hits 0 {of}: a lookup would find {found}, but the load of "
-                f"{group_words(prompt.groups[position])} {_chunk_words(prompt, position, look.chunk)} "
+                f"{group_words(prompt.groups[position])} {self._chunk_words(position, look)} "
                 "fails, and the request is recomputed whole"
             )
         if self.tail_tokens:
@@ -118,67 +137,41 @@ class Report:
                 f": the last {rest} are computed, as only whole chunks are stored" if rest else ""
             )
             return f"hits {found} {of}, the most it can{tail}"
-        whys = "; ".join(_lacks(prompt, one) for one in self.verdict.culprits if one.missing)
+        whys = "; ".join(
+            f"{group_words(prompt.groups[position])} lacks {self._chunk_words(position, looks[0])}"
+            + (f" and {len(looks) - 1} more" if len(looks) > 1 else "")
+            for position, looks in self.lacking
+        )
         lost = self.unreachable
         nbytes = sum(one.nbytes or 0 for one in lost)
         beyond = f"; out of reach: {len(lost)} files, {iec(nbytes)}" if lost else ""
-        why = whys or "no group lacks a chunk alone"
-        return f"hits {found} {of} ({best} would be possible): {why}{beyond}"
+        return f"hits {found} {of} ({best} would be possible): {whys}{beyond}"
+
+    def _chunk_words(self, position: int, look: ChunkLook) -> str:
+        size = self.prompt.tokens_per_chunk(position)
+        return f"chunk {look.chunk} (tokens {look.chunk * size} to {(look.chunk + 1) * size - 1})"
 
 
-def look_at(
-    path: str,
-    identity: Identity,
-    tokens: Sequence[int],
-    *,
-    read_data: bool,
-    cache_salt: str | None,
-    lora: tuple[str, str] | None,
-    off: bool,
-) -> Report:
+def look_at(path: str, prompt: Prompt) -> Report:
     """Look at every chunk of a prompt in the namespace at `path`."""
-    prompt = Prompt.of(identity, tokens, cache_salt=cache_salt, lora=lora)
-    files = [GroupFiles.of(identity, group, path) for group in identity.groups]
-    reader = Reader()
-
-    def looked(position: int, chunk: int, key: bytes) -> ChunkLook:
-        return ChunkLook(chunk, key, files[position].states(key, reader, read_data=read_data))
-
-    looks = [
-        [looked(g, chunk, prompt.key(g, chunk)) for chunk in range(prompt.num_chunks(g))]
-        for g in range(len(files))
-    ]
-    verdict = judge(prompt, lambda g, c: looks[g][c].present)
-    broken = [
-        (position, looks[position][chunk])
-        for position in range(len(files))
-        for chunk in prompt.needed(position, verdict.hit_tokens)
-        if not _loads(prompt, position, looks[position][chunk], verdict.hit_tokens)
-    ]
-    tail_tokens = 0
-    for end in prompt.tails(verdict.hit_tokens):
-        block = verdict.hit_tokens // prompt.groups[0].tokens_per_block
-        ends = [looked(g, block, prompt.tail_key(end)) for g in range(len(files))]
-        if all(look.present for look in ends):
-            tail_tokens = end - verdict.hit_tokens
-            broken += [(g, look) for g, look in enumerate(ends) if look.worst.state != GOOD]
-            break
-    return Report(prompt, cache_salt, lora, files, looks, verdict, broken, tail_tokens, off)
+    files = [GroupFiles.of(prompt.identity, group, path) for group in prompt.identity.groups]
+    reader, looks = Reader(), []
+    for position, one in enumerate(files):
+        keys = [prompt.key(position, chunk) for chunk in range(prompt.num_chunks(position))]
+        looks.append([ChunkLook(at, key, one.states(key, reader)) for at, key in enumerate(keys)])
+    whole = prompt.hit_tokens(lambda g, c: looks[g][c].present)
+    for end in prompt.tails(whole):
+        block, key = whole // prompt.groups[0].tokens_per_block, prompt.key_at(end)
+        tail = [ChunkLook(block, key, one.states(key, reader)) for one in files]
+        if all(look.present for look in tail):
+            return Report(prompt, files, looks, whole, end - whole, tail)
+    return Report(prompt, files, looks, whole, 0, [])
 
 
-def hit_there(path: str, identity: Identity, tokens: Sequence[int], report: Report) -> int:
-    """Return how far a prompt that was reported on would hit in another namespace."""
-    prompt = Prompt.of(identity, tokens, cache_salt=report.cache_salt, lora=report.lora)
-    files = [GroupFiles.of(identity, group, path) for group in identity.groups]
+def hit_there(path: str, prompt: Prompt) -> int:
+    """Return how far a prompt would hit in the namespace at `path`."""
+    files = [GroupFiles.of(prompt.identity, group, path) for group in prompt.identity.groups]
     return prompt.hit_tokens(lambda g, c: files[g].looks_present(prompt.key(g, c)))
-
-
-def _loads(prompt: Prompt, position: int, look: ChunkLook, hit_tokens: int) -> bool:
-    wanted = prompt.first_wanted_block(position, look.chunk, hit_tokens)
-    return all(one.state == GOOD for one in look.states) and look.first_block <= wanted
-
-
-# --- words ----------------------------------------------------------------------------------
 
 
 def span(first: int, last: int) -> str:
@@ -195,15 +188,3 @@ def group_words(group: GroupSpec) -> str:
         GroupKind.STATE: "state",
     }
     return f"group {group.group_idx} ({kinds[group.kind]})"
-
-
-def _chunk_words(prompt: Prompt, position: int, chunk: int) -> str:
-    size = prompt.tokens_per_chunk(position)
-    return f"chunk {chunk} (tokens {chunk * size} to {(chunk + 1) * size - 1})"
-
-
-def _lacks(prompt: Prompt, culprit: Culprit) -> str:
-    group = group_words(prompt.groups[culprit.position])
-    more = len(culprit.missing) - 1
-    others = f" and {more} more" if more else ""
-    return f"{group} lacks {_chunk_words(prompt, culprit.position, culprit.missing[0])}{others}"

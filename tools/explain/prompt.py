@@ -34,18 +34,10 @@ class Prompt:
     hashes: Sequence[bytes]
 
     @classmethod
-    def of(
-        cls,
-        identity: Identity,
-        tokens: Sequence[int],
-        *,
-        cache_salt: str | None = None,
-        lora: tuple[str, str] | None = None,
-    ) -> Prompt:
+    def of(cls, identity: Identity, tokens: Sequence[int], cache_salt: str | None = None) -> Prompt:
         """Compute the keys. Raises UsageError where they cannot be known."""
         specs(identity)  # or the hashes would be in vain
-        hashes = tuple(block_hashes(identity, tokens, cache_salt=cache_salt, lora=lora))
-        return cls(identity, len(tokens), hashes)
+        return cls(identity, len(tokens), tuple(block_hashes(identity, tokens, cache_salt)))
 
     @cached_property
     def groups(self) -> list[GroupSpec]:
@@ -59,8 +51,10 @@ class Prompt:
         return self.num_tokens // self.tokens_per_chunk(position)
 
     def key(self, position: int, chunk: int) -> bytes:
-        per_chunk = self.tokens_per_chunk(position) // self.identity.tokens_per_hash
-        return self.hashes[(chunk + 1) * per_chunk - 1]
+        return self.key_at((chunk + 1) * self.tokens_per_chunk(position))
+
+    def key_at(self, end_tokens: int) -> bytes:
+        return self.hashes[end_tokens // self.identity.tokens_per_hash - 1]
 
     def tails(self, hit_tokens: int) -> range:
         """List where an earlier prompt may have ended inside the block after a hit, the longest first.
@@ -69,23 +63,16 @@ class Prompt:
         a prompt leaves (supports_partial_tail, 0.32) with one size of blocks, a state and no window.
         """
         step, size = self.identity.tokens_per_hash, self.groups[0].tokens_per_block
-        states = [group.kind is GroupKind.STATE for group in self.groups]
+        kinds = {group.kind for group in self.groups}
         if (
             self.identity.blocks_per_chunk != 1
             or {group.tokens_per_block for group in self.groups} != {size}
-            or size <= step
-            or not any(states)
-            or any(
-                group.kind.windowed > state
-                for group, state in zip(self.groups, states, strict=True)
-            )
+            or GroupKind.STATE not in kinds
+            or any(kind.windowed for kind in kinds - {GroupKind.STATE})
         ):
             return range(0)
         last = min(self.num_tokens - 1, hit_tokens + size - 1)
         return range(last // step * step, hit_tokens, -step)
-
-    def tail_key(self, end_tokens: int) -> bytes:
-        return self.hashes[end_tokens // self.identity.tokens_per_hash - 1]
 
     def hit_tokens(self, found: Found) -> int:
         """Return how many tokens would be there: as the engine looks them up."""
@@ -114,46 +101,6 @@ class Prompt:
             first = hit_tokens - 1
         start = chunk * self.identity.blocks_per_chunk
         return max(0, first // group.tokens_per_block - start)
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A group that ends a hit: `missing` are chunks that a longer hit needs and that are not there.
-
-    `limit_tokens` is how far the hit would go if all other groups had everything.
-    """
-
-    position: int
-    limit_tokens: int
-    missing: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How far a prompt hits, how far it could, and because of which groups it does not."""
-
-    hit_tokens: int
-    best_tokens: int
-    culprits: tuple[Culprit, ...]
-
-
-def judge(prompt: Prompt, found: Found) -> Verdict:
-    """Look the prompt up, and once more for each group as if the others had everything."""
-    best = prompt.hit_tokens(lambda _position, _chunk: True)
-    hit = prompt.hit_tokens(found)
-    culprits = []
-    for position in range(len(prompt.groups)) if hit < best else ():
-
-        def alone(other: int, chunk: int, only: int = position) -> bool:
-            return other != only or found(other, chunk)
-
-        limit = prompt.hit_tokens(alone)
-        if limit < best:
-            wanted = (c for c in prompt.needed(position, best) if c < prompt.num_chunks(position))
-            missing = tuple(c for c in wanted if not found(position, c))
-            culprits.append(Culprit(position, limit, missing))
-    culprits.sort(key=lambda one: (one.limit_tokens, one.position))
-    return Verdict(hit, best, tuple(culprits))
 
 
 def specs(identity: Identity) -> list[GroupSpec]:

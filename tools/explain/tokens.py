@@ -1,7 +1,6 @@
-"""The token ids of a prompt: given as numbers, or made of a text by a tokenizer or a server that runs.
+"""The token ids of a prompt: given as numbers, or made of a text by a server that runs.
 
-A text becomes what `/v1/completions` makes of it, with the tokenizer's special tokens. A chat is rendered by
-a template that only the server knows.
+A text becomes what `/v1/completions` makes of it; a chat is rendered by the server's own template.
 """
 
 from __future__ import annotations
@@ -9,86 +8,104 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from fskv.namespace import parse_json
+from fskv.namespace import Identity, parse_json
 
 from ..endpoint import NoMetrics, address, fetch
-from ..exits import UsageError
+from ..exits import CommandError, UsageError
 from ..json_file import read_input
 from ..terminal import show
+from .prompt import Prompt
 
 TokensOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|LIST",
-        help="Token ids of a prompt, a JSON list or numbers between white space: a file with them, - for "
-        "stdin, or the list itself, in brackets.",
+        help="Token ids of a prompt: a list such as 1,2,3 or [1, 2, 3], a file with one, - for stdin.",
     ),
 ]
 PromptOption = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A prompt as text, byte for byte, or a chat: a JSON object with messages (only with --url); "
-        "- for stdin.",
-    ),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Of --prompt: a model's directory, its tokenizer.json, or its name on the hub.",
+        help="A prompt as text, byte for byte, or a chat: a JSON object with messages; - for stdin.",
     ),
 ]
 UrlOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Of --prompt: a server of vLLM that runs, for its /tokenize."),
+    typer.Option(
+        metavar="URL", help="With --prompt: a server of vLLM that runs, for its /tokenize."
+    ),
 ]
-Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 _MAX_NBYTES = 64 << 20
 _MAX_TOKENS = 1 << 21
 _MAX_ID = 1 << 63
+_LIST = re.compile(r"[\d,\s]+", re.ASCII)
 _FIELDS = ("prompt_token_ids", "token_ids", "tokens")
 _TIMEOUT_S = 30.0
 _NAMESPACE = re.compile(r'fskv_namespace_info\{[^}\n]*\bnamespace="([^"\\\n]+)"')
 _CACHING_OFF = re.compile(r'cache_config_info\{[^}\n]*\benable_prefix_caching="False"')
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt that somebody asks about: its token ids, and what else decides its keys."""
+
+    tokens: Sequence[int]
+    cache_salt: str | None = None
+    url: str | None = None  # of the server that made the ids
+
+    def prompt(self, identity: Identity) -> Prompt:
+        """Return its chunks under an identity. Raises UsageError where the keys cannot be known."""
+        return Prompt.of(identity, self.tokens, self.cache_salt)
+
+    def text(self, start: int, end: int) -> str:
+        """Return the text of some of its tokens; nothing where no server tells it."""
+        if self.url is None:
+            return ""
+        try:
+            request = {"tokens": list(self.tokens[start:end])}
+            return str(json.loads(_ask(self.url, "/detokenize", request))["prompt"])
+        except (UsageError, ValueError, LookupError, TypeError, RecursionError):
+            return ""
+
+
 def read_tokens(given: str) -> list[int]:
     """Return the ids of a file ("-": stdin) or of a list. Raises UsageError."""
-    if given.lstrip().startswith("["):
+    if given.lstrip().startswith("[") or (_LIST.fullmatch(given) and not os.path.exists(given)):
         return _parsed("--tokens", given)
     where = "--tokens" if given == "-" else f"--tokens {show(given)}"
-    return _parsed(where, _text("--tokens", given))
+    return _parsed(where, _text("--tokens", given, "a list such as 1,2,3 or a file with one"))
 
 
-def read_prompt(path: str, tokenizer: str | None, url: str | None) -> tuple[list[int], Decode]:
-    """Return the ids of a text, or of a JSON object with `messages`, and what makes them text again.
+def read_prompt(path: str, url: str) -> list[int]:
+    """Return the ids that a server makes of a text, or of a JSON object with `messages`.
 
-    One of `tokenizer` and `url` makes them. Raises UsageError.
+    Raises UsageError.
     """
-    text = _text("--prompt", path)
-    chat = _chat(text)
-    if url is not None:
-        answer = _ask(url, "/tokenize", chat or {"prompt": text})
-        return _parsed("--url", answer), lambda ids: _by_server(url, ids)
-    if chat is not None:
-        raise UsageError("--prompt: found a chat, which only a server can render: give --url")
-    assert tokenizer is not None
-    found = _tokenizer(tokenizer)
-    return list(found.encode(text).ids), lambda ids: str(found.decode(ids))
+    text = _text("--prompt", path, "a file with the prompt")
+    return _parsed("--url", _ask(url, "/tokenize", _chat(text) or {"prompt": text}))
 
 
-def engine_at(url: str) -> tuple[str | None, bool]:
-    """Return the namespace of the engine behind a server, None for several; and if it caches no prefix."""
+def namespace_at(url: str) -> str | None:
+    """Return the namespace of the engine behind a server, None for several.
+
+    Raises CommandError where the server caches no prefix.
+    """
     text = _ask(url, "/metrics")
+    if _CACHING_OFF.search(text):
+        raise CommandError(
+            "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for "
+            "this model), so fskv does nothing in it"
+        )
     names = {match[1] for match in _NAMESPACE.finditer(text)}
-    return names.pop() if len(names) == 1 else None, bool(_CACHING_OFF.search(text))
+    return names.pop() if len(names) == 1 else None
 
 
 def _ask(url: str, path: str, request: dict[str, Any] | None = None) -> str:
@@ -99,15 +116,9 @@ def _ask(url: str, path: str, request: dict[str, Any] | None = None) -> str:
         raise UsageError(f"--url: {show(target)}: {error}") from None
 
 
-def _by_server(url: str, ids: Sequence[int]) -> str:
-    """Return the text of ids; none where the server does not tell it."""
-    try:
-        return str(json.loads(_ask(url, "/detokenize", {"tokens": list(ids)}))["prompt"])
-    except (UsageError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
-
-
-def _text(option: str, path: str) -> str:
+def _text(option: str, path: str, expected: str) -> str:
+    if path != "-" and not os.path.exists(path):
+        raise UsageError(f"{option}: found no file {show(path[:80])!r}, expected {expected}")
     try:
         return read_input(option, path, _MAX_NBYTES).decode()
     except UnicodeDecodeError:
@@ -120,30 +131,6 @@ def _chat(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("messages"), list) else None
-
-
-def _tokenizer(where: str) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError(
-            "--tokenizer: the package tokenizers is not installed; give --url, or install it"
-        ) from None
-    path = os.path.join(where, "tokenizer.json") if os.path.isdir(where) else where
-    if not os.path.exists(path) and (where[:1] in "/.~" or where.count("/") > 1):
-        raise UsageError(f"--tokenizer: {show(where)}: no such file or directory")
-    try:
-        make = Tokenizer.from_file if os.path.exists(path) else Tokenizer.from_pretrained
-        found = make(path)
-        found.no_truncation()
-        found.no_padding()
-    except Exception as error:  # whatever its Rust, a cache or the hub make of it
-        reason = " ".join(str(error).split())[:200]
-        expected = "a directory with tokenizer.json, that file, or a model of the hub"
-        raise UsageError(
-            f"--tokenizer: {show(where)}: {show(reason)}; expected {expected}"
-        ) from None
-    return found
 
 
 def _parsed(option: str, text: str) -> list[int]:
