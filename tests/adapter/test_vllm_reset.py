@@ -235,8 +235,7 @@ class Engine:
             _connector_stats=OffloadingConnectorStats(),
         )
         self.scheduler = FskvConnector.__new__(FskvConnector)
-        self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
-        self.scheduler._so_far, self.scheduler._pool = SoFar(), None
+        self.scheduler.connector_scheduler, self.scheduler._so_far = self.half, SoFar()
         self.scheduler._admission = Admission()
         self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -177,9 +176,7 @@ class FskvConnector(OffloadingConnector):
 
     def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
         self._setup = setup
-        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
-        self._pool: BlockPool | None = None
-        self._cached_blocks: object = None  # of the pool, as it was when events were last taken
+        self._cached_blocks: object = None  # as they were when events were last taken
         if role is KVConnectorRole.SCHEDULER:
             # Of vLLM's own connector beside this one, too.
             begin_block_lists_anew()
@@ -380,31 +377,19 @@ class FskvConnector(OffloadingConnector):
         Returns when no worker touches a page any more for what was asked of it before.
         """
         forget_past_blocks(self.scheduler)
-        # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
-        if (events := self._manager.events) is not None:
-            events.removed_all()
-        self._held_events = list(self.take_events())
         super().reset_cache()
         self.budget.reset()
         # Last: what fails here must not leave the manager as it was.
         drop_in_workers()
         return True
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        super().bind_gpu_block_pool(gpu_block_pool)
-        self._pool, self._cached_blocks = gpu_block_pool, cached_blocks(gpu_block_pool)
-
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._manager.events
-        if self._pool is not None and cached_blocks(self._pool) is not self._cached_blocks:
-            self._cached_blocks = cached_blocks(self._pool)
-            if events is not None:
+        if (events := self._manager.events) is not None:
+            if (cached := cached_blocks(self._kv_cache_manager)) is not self._cached_blocks:
+                self._cached_blocks = cached
                 events.say_again()
-        held, self._held_events = self._held_events, []
-        yield from held
+            events.trim(event_payloads(self.scheduler))
         yield from super().take_events()
-        if events is not None:
-            events.trim(event_payloads(self.scheduler), self._manager.chunks.storing.keys())
 
     # --- both -------------------------------------------------------------------------------
 

@@ -418,6 +418,8 @@ class FskvManager(OffloadingManager):
             "the engine reset its connector's cache, which vLLM does when weights change"
         )
         self.chunks.forget()
+        if self.events is not None:
+            self.events.forget()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in self.events.take() if self.events else ():

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
     )
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
@@ -370,9 +369,9 @@ def job_of_load(scheduler: OffloadingConnectorScheduler, req_id: str) -> int:
     return next(iter(jobs))
 
 
-def cached_blocks(pool: BlockPool) -> object:
+def cached_blocks(kv_cache: KVCacheManager | None) -> object:
     """Return what a reset of vLLM's prefix cache replaces by another; a connector hears nothing of it."""
-    return pool.cached_block_hash_to_block
+    return None if kv_cache is None else kv_cache.block_pool.cached_block_hash_to_block
 
 
 def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:

@@ -291,8 +291,6 @@ class FskvTier(SecondaryTierManager):
                 quirks.forget_past_blocks(scheduler)
             for req_id in self._requests:
                 self._manager.limit_request(req_id)
-        if (events := self._manager.events) is not None:
-            events.removed_all()
         self._manager.reset_cache()
 
     def _collect(self) -> None:
