@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from fskv.engines.vllm.admission import Admission
@@ -61,7 +60,6 @@ from fskv.engines.vllm.quirks import (
     without_new_loads,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
-from fskv.engines.vllm.worker import RestingWorker
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -79,6 +77,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from fskv.engines.vllm.worker import FskvWorker
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class FskvConnector(OffloadingConnector):
     """vLLM's offloading connector with fskv's manager and workers, which may fail a load."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
+    _resting: FskvHandshake | None = None  # what a worker tells that neither loads nor stores
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -146,11 +147,15 @@ class FskvConnector(OffloadingConnector):
         kv_cache_config: KVCacheConfig,
         why: str,
     ) -> None:
-        """Begin as vLLM's own does, but without a group of KV: it asserts that it knows each one's kind."""
+        """Begin without vLLM's worker, or with its scheduler of no group: it asserts that it knows each one."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
         config = store_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        setup = Setup(vllm_config, config, [], Geometry(1, (1,), (0,), ()))
+        self._setup = setup = Setup(vllm_config, config, [], Geometry(1, (1,), (0,), ()))
+        self.connector_scheduler = self.connector_worker = None
+        if role is KVConnectorRole.WORKER:
+            self._rest(why)
+            return
         injected = with_spec(vllm_config, setup).kv_transfer_config
         assert injected is not None
         of_nothing: Any = SimpleNamespace(
@@ -161,17 +166,11 @@ class FskvConnector(OffloadingConnector):
             parallel=vllm_config.parallel_config,
             canonical_layout=False,
         )
-        spec = FskvOffloadingSpec(of_nothing)
-        self.connector_scheduler = self.connector_worker = None
         self._bounding_group_ids = ()  # vLLM asks these how far a load may reach
-        if role is KVConnectorRole.WORKER:
-            self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
-            self._rest(why)
-        else:
-            self.connector_scheduler = OffloadingConnectorScheduler(
-                spec, vllm_config, kv_cache_config
-            )
-            self._manager.turn_off(why, unknown=True)
+        self.connector_scheduler = OffloadingConnectorScheduler(
+            FskvOffloadingSpec(of_nothing), vllm_config, kv_cache_config
+        )
+        self._manager.turn_off(why, unknown=True)
         self._set_up(setup, role)
 
     def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
@@ -198,11 +197,10 @@ class FskvConnector(OffloadingConnector):
             )
 
     @property
-    def _spec(self) -> FskvOffloadingSpec:
-        assert self.connector_worker is not None
-        spec = self.connector_worker.spec
-        assert isinstance(spec, FskvOffloadingSpec)
-        return spec
+    def _worker(self) -> FskvWorker | None:
+        """What moves this rank's KV; None on the scheduler's side, before there is KV, and at rest."""
+        half = self.connector_worker
+        return None if half is None else cast("FskvOffloadingSpec", half.spec).worker
 
     @property
     def _manager(self) -> FskvManager:
@@ -211,8 +209,9 @@ class FskvConnector(OffloadingConnector):
     # --- worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if isinstance(self._spec.worker, RestingWorker):
+        if self._resting is not None:
             return
+        half = self.connector_worker
         try:
             super().register_kv_caches(kv_caches)
         except RestError as error:
@@ -221,50 +220,60 @@ class FskvConnector(OffloadingConnector):
             logger.error("fskv: %s", error)
             raise
         except Exception as error:
-            if self._spec.has_begun:
+            if half is None or cast("FskvOffloadingSpec", half.spec).has_begun:
                 raise
             line = str(error).partition("\n")[0]
             self._rest(f"vLLM does not tell where its KV lies ({type(error).__name__}: {line})")
 
     def _rest(self, reason: str) -> None:
-        assert self.connector_worker is not None
-        self.connector_worker.worker = self._spec.get_resting_worker(reason)
+        """Read and write no page: it is not known how KV lies. The scheduler hears why, and asks for none."""
+        self.connector_worker = None
+        parallel, root = self._setup.vllm_config.parallel_config, self._setup.config.root
+        self._resting = FskvHandshake.resting(parallel.rank, parallel.world_size, root, reason)
 
     @property
     def handshake(self) -> FskvHandshake | None:
         """What this worker tells the scheduler; None on the scheduler's side, and before there is KV."""
-        worker = None if self.connector_worker is None else self._spec.worker
-        return None if worker is None else worker.handshake
+        return self._resting if self._worker is None else self._worker.handshake
 
     def get_handshake_metadata(self) -> None:
         """Return nothing: in vLLM's MultiConnector every child hears the first child's. See the scheduler."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
-        assert self.connector_worker is not None
-        requests = requests_of_loads(self.connector_worker)
+        half, worker = self.connector_worker, self._worker
+        if half is None or worker is None:
+            return KVConnectorTransferResults()
+        requests = requests_of_loads(half)
         sending, receiving = self.get_finished(finished_req_ids)
-        worker = self._spec.worker
-        failed = set() if worker is None else worker.take_failed_jobs()
         return KVConnectorTransferResults(
             finished_sending=sending,
             finished_recving=receiving,
-            failed_recving={requests[job_id] for job_id in failed if job_id in requests},
+            failed_recving={
+                requests[job_id] for job_id in worker.take_failed_jobs() if job_id in requests
+            },
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """A step begins: from now on pages hold what it computes."""
-        if (worker := self._spec.worker) is not None:
+        if (worker := self._worker) is not None:
             worker.at_rest = False
             for keys in getattr(self._connector_metadata, "touches", ()):
                 worker.touch(keys)
-        super().start_load_kv(forward_context, **kwargs)
+            super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            super().wait_for_save()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            super().handle_preemptions(kv_connector_metadata)
 
     def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
-        if self.connector_worker is None or self._spec.worker is None:
+        if (worker := self._worker) is None:
             return None
         stock = super().build_connector_worker_meta()
-        worker = self._spec.worker
         news, loads = worker.take_news(), worker.take_loads()
         if stock is None and not (news or loads or worker.reloaded):
             return None
@@ -273,11 +282,9 @@ class FskvConnector(OffloadingConnector):
 
     def drop_jobs(self) -> None:
         """Touch no KV page for what was asked for until now: the engine has given its KV up."""
-        worker, half = self._spec.worker, self.connector_worker
-        if worker is None or half is None:
-            return
-        # Submitted at the start of the next step they would be, after a sleep, of other pages.
-        worker.drop_jobs(take_deferred_stores(half))
+        if (worker := self._worker) is not None:
+            # Submitted at the start of the next step they would be, after a sleep, of other pages.
+            worker.drop_jobs(take_deferred_stores(self.connector_worker))
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
@@ -394,9 +401,8 @@ class FskvConnector(OffloadingConnector):
     # --- both -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.connector_worker is not None:
-            worker = self._spec.worker
-            stats = None if worker is None else worker.get_stats()
+        if self.connector_scheduler is None:
+            stats = None if self._worker is None else self._worker.get_stats()
         else:
             self.budget.on_output()  # vLLM asks once for every step whose output it has
             stats, more = super().get_kv_connector_stats(), self.budget.get_stats()

@@ -385,8 +385,9 @@ def requests_of_loads(half: OffloadingConnectorWorker) -> dict[int, str]:
     return dict(half._load_jobs)  # noqa: SLF001
 
 
-def take_deferred_stores(half: OffloadingConnectorWorker) -> Iterable[LoadStoreSpec]:
+def take_deferred_stores(half: OffloadingConnectorWorker | None) -> Iterable[LoadStoreSpec]:
     """Take the last step's stores, which vLLM submits at the start of the next; they count as done."""
+    assert half is not None
     deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
     for job_id, _, _ in deferred:
         half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001
