@@ -251,7 +251,7 @@ def test_a_worker_that_does_not_know_its_kv_says_so_and_has_nothing_to_do(monkey
     told = worker.connector.handshake
     assert (told.rank, told.world_size, told.rests) == (1, 2, REASON)
     nothing = OffloadingConnectorMetadata({}, {}, set())
-    for step in range(2):
+    for _step in range(2):
         worker.connector.bind_connector_metadata(nothing)
         worker.connector.handle_preemptions(nothing)
         worker.connector.start_load_kv(None)

@@ -287,31 +287,6 @@ def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting
     assert [child.calls for child in children] == [[what]] * 3
 
 
-def test_a_reset_makes_vllms_own_offloading_beside_ours_forget_blocks_that_changed_hands():
-    """Ours would load what that one has stored from them, and store what follows from it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
-    class Stock(OffloadingConnector):
-        def __init__(self, scheduler):
-            self.connector_scheduler = scheduler
-
-        def reset_cache(self):
-            seen.append(list(window.block_ids))
-            return True
-
-    seen = []
-    window = SimpleNamespace(next_stored_chunk_idx=1, block_ids=[11, 12, 13, 14])
-    scheduler = SimpleNamespace(
-        _req_status={"r": SimpleNamespace(group_states=[None, window])},
-        _sliding_window_groups=(1,),
-        config=SimpleNamespace(blocks_per_chunk=2),
-    )
-    connector(Stock(scheduler), Child()).reset_cache()
-    assert seen == [[0, 0, 13, 14]]
-
-
 def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,

@@ -42,22 +42,19 @@ from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandsha
 from fskv.engines.vllm.media import named_tokens, takes_media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
-    begin_block_lists_anew,
     cached_blocks,
     drop_in_workers,
     enclosing_connector,
     event_payloads,
-    forget_past_blocks,
     handshakes_of_workers,
-    heed_caps,
     job_of_load,
     load_last_chunks,
+    mend_vllm,
     offer_again,
     prefix_of,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
-    without_new_loads,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
 from fskv.errors import FskvError, RestError
@@ -147,7 +144,7 @@ class FskvConnector(OffloadingConnector):
         kv_cache_config: KVCacheConfig,
         why: str,
     ) -> None:
-        """Begin without vLLM's worker, or with its scheduler of no group: it asserts that it knows each one."""
+        """Begin without vLLM's worker, or with its scheduler of no group: it asserts that it knows each."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
         config = store_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -177,9 +174,7 @@ class FskvConnector(OffloadingConnector):
         self._setup = setup
         self._cached_blocks: object = None  # as they were when events were last taken
         if role is KVConnectorRole.SCHEDULER:
-            # Of vLLM's own connector beside this one, too.
-            begin_block_lists_anew()
-            heed_caps()
+            mend_vllm()  # of vLLM's own connector beside this one, too
             load_last_chunks(self.scheduler)
             if takes_media(setup.vllm_config) and "media" not in setup.config.trust:
                 logger.info(
@@ -357,7 +352,7 @@ class FskvConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.budget.on_step(scheduler_output)
-        meta = super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))
+        meta = super().build_connector_meta(scheduler_output)
         if touches := self._manager.take_touches():
             meta = FskvConnectorMetadata(**_fields(meta), touches=touches)
         return meta
@@ -379,11 +374,7 @@ class FskvConnector(OffloadingConnector):
             offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but store no block that may be another request's by then (see quirks).
-
-        Returns when no worker touches a page any more for what was asked of it before.
-        """
-        forget_past_blocks(self.scheduler)
+        """Return when no worker touches a page any more for what was asked of it before."""
         super().reset_cache()
         self.budget.reset()
         # Last: what fails here must not leave the manager as it was.

@@ -114,8 +114,7 @@ class FskvTier(SecondaryTierManager):
     ) -> None:
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        quirks.begin_block_lists_anew()
-        quirks.heed_caps()
+        quirks.mend_vllm()
         self.locality = None if locality is None else Locality(locality)
         self._worker: RowWorker | None = None  # of a tier that rests
         self._jobs: dict[int, _Job] = {}
@@ -124,7 +123,6 @@ class FskvTier(SecondaryTierManager):
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
         self._num_rows = len(primary_kv_view)
-        self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
         # Of a chunk in a row, by group index; of a tier that rests none is known.
@@ -214,9 +212,6 @@ class FskvTier(SecondaryTierManager):
             self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self._reserves and (scheduler := quirks.reserving_scheduler()) is not None:
-            quirks.reserve_windows(scheduler)
-            self._reserves = True
         self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
 
@@ -291,10 +286,7 @@ class FskvTier(SecondaryTierManager):
             self._worker.drop_jobs()
         self._collect()  # all of them
         if self._reuses_blocks:
-            # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
-            # whoever takes them from there stores what follows from them here.
-            if (scheduler := quirks.resetting_scheduler()) is not None:
-                quirks.forget_past_blocks(scheduler)
+            # Of vLLM's CPU tier, which has other requests' blocks again, nothing that follows is stored here.
             for req_id in self._requests:
                 self._manager.limit_request(req_id)
         self._manager.reset_cache()
