@@ -492,6 +492,18 @@ def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monk
     assert state.boundary_state_offloads["zero"] == whole
 
 
+def test_the_key_of_a_block_has_the_path_of_an_adapter():
+    """Option 'trust' with "lora" believes that a path is one adapter, and not that a name is."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    adapter = types.SimpleNamespace(lora_name="name", lora_path="/path/of/it")
+    request = types.SimpleNamespace(
+        mm_features=[], lora_request=adapter, cache_salt=None, prompt_embeds=None
+    )
+    keys, _ = generate_block_hash_extra_keys(request, 0, 16, 0)
+    assert "/path/of/it" in str(keys)
+
+
 def _way_in(name: str) -> str:
     """Return code that asks for what vLLM would, and prints the refusal."""
     return f"""

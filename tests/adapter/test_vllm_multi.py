@@ -441,7 +441,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
         counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
         so_far = SoFar()
         so_far.add(MultiKVConnectorStats(data={child_id: counted, "another": counted}), child_id)
-        told = so_far.stamp(None, saved_known=False)
+        told = so_far.stamp(None)
         data[child_id] = FskvStats(data=counted.data).aggregate(told)  # of workers and scheduler
     data[ids[2]] = pool = OffloadingConnectorStats()
     for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):

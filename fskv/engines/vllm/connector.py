@@ -398,7 +398,7 @@ class FskvConnector(OffloadingConnector):
             self.budget.on_output()  # vLLM asks once for every step whose output it has
             stats, more = super().get_kv_connector_stats(), self.budget.get_stats()
             stats = stats.aggregate(more) if stats and more else stats or more
-            return self._so_far.stamp(stats, saved_known=self.budget.saved_known)
+            return self._so_far.stamp(stats)
         # All of one class: a MultiConnector adds none of another.
         return None if stats is None else FskvStats(data=stats.data)
 
