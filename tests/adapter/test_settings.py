@@ -610,8 +610,8 @@ def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
     assert named - fields == set()
     variables = {
         name
-        for parts in harmless._VARIABLES.values()
-        for name in parts[""].split()
+        for names in harmless._VARIABLES.values()
+        for name in names.split()
         if not name.endswith("*")
     }
     assert variables - {*envs.environment_variables} == {"TRITON_CACHE_AUTOTUNING"}
