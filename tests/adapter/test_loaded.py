@@ -57,6 +57,7 @@ def worker_of(monkeypatch):
     from vllm.v1.worker.worker_base import WorkerBase
 
     from fskv.engines.vllm import loaded
+    from fskv.engines.vllm.around import around
 
     def construct(self, vllm_config):
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
@@ -64,9 +65,9 @@ def worker_of(monkeypatch):
 
     monkeypatch.setattr(WorkerBase, "__init__", construct)
     monkeypatch.setattr(loaded, "_loaded", [])
-    loaded.watch_workers()
+    around(WorkerBase, "__init__", loaded.note_worker)
     noted = WorkerBase.__init__
-    loaded.watch_workers()
+    around(WorkerBase, "__init__", loaded.note_worker)
     assert WorkerBase.__init__ is noted  # once
     return WorkerBase
 

@@ -159,24 +159,6 @@ def test_who_names_the_weights_vouches_for_where_they_come_from(tmp_path):
     assert made.connector.__name__ == "FskvConnector"
 
 
-def test_adapters_are_taken_by_name_only_where_the_key_has_their_path(tmp_path, monkeypatch):
-    from vllm.v1.core import kv_cache_utils
-
-    def make(*trust):
-        extra = {"root": str(tmp_path), "trust": [*trust]}
-        return Configuration("FskvConnector", extra, lora_config=object())
-
-    assert make("lora").connector.__name__ == "FskvConnector"
-    monkeypatch.setattr(
-        kv_cache_utils,
-        "_gen_lora_extra_hash_keys",
-        lambda request: [request.lora_request.lora_name],
-    )
-    with pytest.raises(ConfigError, match="do not hold the path of an adapter"):
-        make("lora")
-    make()
-
-
 TIER = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "FskvTier"}]}
 
 

@@ -23,6 +23,9 @@ with warnings.catch_warnings():
     import torch
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+    )
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
@@ -37,7 +40,6 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager
     from fskv.engines.vllm.places import places_of
     from fskv.engines.vllm.spec import FskvOffloadingSpec
-    from fskv.engines.vllm.worker import RestingWorker
     from fskv.errors import ConfigError, RestError
     from fskv.hybrid_planner import GroupKind, GroupSpec
 
@@ -216,9 +218,13 @@ class Worker:
         self.connector = FskvConnector.__new__(FskvConnector)
         self.connector._role = KVConnectorRole.WORKER
         spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
-        spec.config = SimpleNamespace(parallel=SimpleNamespace(rank=1, world_size=2))
         spec.worker, spec.has_begun = None, False
-        spec._setup = SimpleNamespace(config=SimpleNamespace(root="/nowhere"))
+        parallel = SimpleNamespace(rank=1, world_size=2)
+        self.connector._setup = SimpleNamespace(
+            config=SimpleNamespace(root="/nowhere"),
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+        )
+        self.connector.connector_scheduler = None
         spec.get_worker = get_worker
         cache = kv.Cache("full", "LBHNC")
         half = object.__new__(kv.offloading.OffloadingConnectorWorker)
@@ -242,18 +248,20 @@ def fail(error):
 def test_a_worker_that_does_not_know_its_kv_says_so_and_has_nothing_to_do(monkeypatch):
     worker = Worker(fail(RestError(REASON)))
     worker.register(monkeypatch)
-    assert isinstance(worker.half.worker, RestingWorker)
     told = worker.connector.handshake
     assert (told.rank, told.world_size, told.rests) == (1, 2, REASON)
+    nothing = OffloadingConnectorMetadata({}, {}, set())
+    for _step in range(2):
+        worker.connector.bind_connector_metadata(nothing)
+        worker.connector.handle_preemptions(nothing)
+        worker.connector.start_load_kv(None)
+        worker.connector.wait_for_save()
+        assert worker.connector.get_transfer_results(set()).finished_recving == set()
+        assert worker.connector.build_connector_worker_meta() is None
     worker.connector.drop_jobs()
+    worker.connector.unregister_kv_caches()
     assert worker.connector.get_kv_connector_stats() is None
-    # A load that is asked for all the same fails, and a store ends: no request waits for it.
-    resting = worker.half.worker
-    assert resting.submit_store(1, None, None)
-    assert resting.submit_load(2, None, None)
-    assert {result.job_id for result in resting.get_finished()} == {1, 2}
-    assert resting.take_failed_jobs() == {2}
-    assert resting.get_finished() == []
+    worker.connector.shutdown()
 
 
 def test_a_vllm_that_does_not_tell_where_its_kv_is_has_the_worker_rest(monkeypatch):
@@ -261,7 +269,7 @@ def test_a_vllm_that_does_not_tell_where_its_kv_is_has_the_worker_rest(monkeypat
     worker.cache.allocated["l.0"] = worker.cache.allocated["l.0"][1:]  # vLLM asserts whole blocks
     worker.register(monkeypatch)
     assert (
-        "vLLM does not tell where its KV lies (AssertionError" in worker.spec.worker.handshake.rests
+        "vLLM does not tell where its KV lies (AssertionError" in worker.connector.handshake.rests
     )
 
 

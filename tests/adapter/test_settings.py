@@ -262,7 +262,7 @@ def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
     assert counted(config) == {"made_config.rounding"}
 
 
-def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
+def test_ranks_that_differ_do_not_start_and_the_error_says_how_to_compare_them(
     config, monkeypatch, tmp_path
 ):
     from fskv.config import StoreConfig
@@ -277,8 +277,10 @@ def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
     first = rank(0)
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
     manager = FskvManager(StoreConfig(root=str(tmp_path), maintenance="off"), 4)
-    with pytest.raises(ConfigError, match=r"all must agree.*VLLM_MARLIN_INPUT_DTYPE"):
-        manager.set_workers([first, rank(1)])
+    with pytest.raises(ConfigError, match=r"all must agree.*'fskv diff'") as raised:
+        manager.set_workers([first, second := rank(1)])
+    assert first.namespace_path in str(raised.value)
+    assert second.namespace_path in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -610,8 +612,8 @@ def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
     assert named - fields == set()
     variables = {
         name
-        for parts in harmless._VARIABLES.values()
-        for name in parts[""].split()
+        for names in harmless._VARIABLES.values()
+        for name in names.split()
         if not name.endswith("*")
     }
     assert variables - {*envs.environment_variables} == {"TRITON_CACHE_AUTOTUNING"}

@@ -31,7 +31,7 @@ def logging_of():
     return make
 
 
-def line_of(logging, *counted, saved_known=True):
+def line_of(logging, *counted):
     """Return what vLLM's own logger makes of an interval with these stats."""
     from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
 
@@ -43,7 +43,7 @@ def line_of(logging, *counted, saved_known=True):
             counters.add(metric, amount, *label)
         stats = to_stats(counters.drain(), {metrics.ROOT_BYTES: 1.0}, {metrics.LOAD_LATENCY: [1.0]})
         so_far.add(FskvStats(data=stats.data))  # of workers
-        told = so_far.stamp(None, saved_known=saved_known)
+        told = so_far.stamp(None)
         logging.observe(FskvStats(data=stats.data).aggregate(told).to_dict())
     lines = []
     logging.log(lambda words, *about: lines.append(words % about))
@@ -78,11 +78,12 @@ def test_a_hit_is_one_line_with_what_it_brought(logging_of):
 
 def test_what_a_hit_saved_is_not_said_as_zero_where_it_is_not_known(logging_of):
     unknown = [each for each in HIT if each[0] is not metrics.SAVED_SECONDS]
-    (line,) = line_of(logging_of("FskvConnector"), unknown, saved_known=False)
-    assert "requests loaded=1 (6432 tokens from files, saved: not known yet), " in line
     (line,) = line_of(logging_of("FskvConnector"), unknown)
+    assert "requests loaded=1 (6432 tokens from files, saved: not known yet), " in line
+    little = [*unknown, (metrics.SAVED_SECONDS, 0.01)]
+    (line,) = line_of(logging_of("FskvConnector"), little)
     assert "(6432 tokens from files, about 0.0 s saved), " in line, (
-        "the control: known, and nothing"
+        "the control: known, and next to nothing"
     )
 
 
@@ -149,7 +150,7 @@ def test_what_came_in_a_long_prefill_is_in_the_next_line(connector, logging_of, 
         if connector != "FskvConnector":
             return stats
         so_far.add(FskvStats(data=stats.data))
-        return so_far.stamp(None, saved_known=False)
+        return so_far.stamp(None)
 
     for amount in (0, 20, 6):  # no token is made in these
         logger.interval(stored(amount), 0)
@@ -165,12 +166,12 @@ def test_a_scheduler_tells_what_its_workers_counted_also_where_it_has_nothing_of
     from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
 
     so_far = SoFar()
-    assert so_far.stamp(None, saved_known=False) is None
+    assert so_far.stamp(None) is None
     so_far.add(FskvStats(data=to_stats({(metrics.STORED_CHUNKS, ""): 3}, {}).data))
-    told = so_far.stamp(None, saved_known=False)
+    told = so_far.stamp(None)
     assert not told.is_empty()
     assert told.reduce() == {"fskv so far: stored": "3 files (0.0 MiB)"}
-    assert so_far.stamp(None, saved_known=False) is None, "it was told"
+    assert so_far.stamp(None) is None, "it was told"
 
 
 @pytest.mark.parametrize(("num_engines", "files"), [(2, 107), (1, 7)])
@@ -186,7 +187,7 @@ def test_engines_whose_stats_vllm_adds_up_are_added(logging_of, num_engines, fil
         engine = SoFar()
         engine._engine = str(number % num_engines)
         engine.add(FskvStats(data=to_stats(counters.drain(), {}).data))
-        logging.observe(engine.stamp(None, saved_known=True).to_dict())
+        logging.observe(engine.stamp(None).to_dict())
     lines = []
     logging.log(lambda words, *about: lines.append(words % about))
     assert f"stored={files} files" in lines[0]

@@ -6,6 +6,7 @@ test_tier.py. What a request would be told is what vLLM's prefix lookup says.
 
 from __future__ import annotations
 
+import inspect
 import time
 from types import SimpleNamespace
 
@@ -192,9 +193,10 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
 ):
     """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
     them to requests whose results are stored here."""
-    if not healed:
-        monkeypatch.setattr("fskv.engines.vllm.quirks.resetting_scheduler", lambda: None)
     rig = make_rig()
+    if not healed:
+        of_vllm = inspect.unwrap(vllm_scheduler.OffloadingConnectorScheduler.reset_cache)
+        monkeypatch.setattr(vllm_scheduler.OffloadingConnectorScheduler, "reset_cache", of_vllm)
     scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
         vllm_scheduler.OffloadingConnectorScheduler
     )

@@ -277,7 +277,7 @@ def test_where_vllm_puts_its_own_connector_in_the_place_of_another_is_as_the_plu
     assert "kv_offloading_size" in inspect.getsource(own)
     called = inspect.getsource(VllmConfig.__post_init__)
     assert "self._post_init_kv_transfer_config()" in called
-    plugin._watch_replacements()
+    plugin.register()
     assert hasattr(VllmConfig._post_init_kv_transfer_config, "by_fskv")
 
 
@@ -301,7 +301,7 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
 
     from fskv.engines.vllm import plugin
 
-    plugin._keep_embeddings_out()
+    plugin.register()
     called = inspect.getsource(VllmConfig.__post_init__)
     assert "self._resolve_mm_embedding_inputs()" in called
     media = MultiModalConfig(enable_mm_embeds=written)
@@ -464,8 +464,8 @@ def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monk
     half = object.__new__(OffloadingConnectorScheduler)
     with pytest.raises(AttributeError):  # the control: vLLM's own
         half.on_new_request(types.SimpleNamespace(kv_transfer_params="text"))
-    quirks.heed_caps()
-    quirks.heed_caps()  # once
+    quirks.mend_vllm()
+    quirks.mend_vllm()  # once
     for params in (None, {}, {"x": 1}, "text", [1], 7, True):
         half.on_new_request(types.SimpleNamespace(kv_transfer_params=params))
     assert begun == [None, None, 1, None, None, None, None]
@@ -490,6 +490,18 @@ def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monk
     assert nothing is None
     assert step.kv_connector_block_state is state, "the engine's own stays as it is"
     assert state.boundary_state_offloads["zero"] == whole
+
+
+def test_the_key_of_a_block_has_the_path_of_an_adapter():
+    """Option 'trust' with "lora" believes that a path is one adapter, and not that a name is."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    adapter = types.SimpleNamespace(lora_name="name", lora_path="/path/of/it")
+    request = types.SimpleNamespace(
+        mm_features=[], lora_request=adapter, cache_salt=None, prompt_embeds=None
+    )
+    keys, _ = generate_block_hash_extra_keys(request, 0, 16, 0)
+    assert "/path/of/it" in str(keys)
 
 
 def _way_in(name: str) -> str:

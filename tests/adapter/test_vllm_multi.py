@@ -287,31 +287,6 @@ def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting
     assert [child.calls for child in children] == [[what]] * 3
 
 
-def test_a_reset_makes_vllms_own_offloading_beside_ours_forget_blocks_that_changed_hands():
-    """Ours would load what that one has stored from them, and store what follows from it."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
-    class Stock(OffloadingConnector):
-        def __init__(self, scheduler):
-            self.connector_scheduler = scheduler
-
-        def reset_cache(self):
-            seen.append(list(window.block_ids))
-            return True
-
-    seen = []
-    window = SimpleNamespace(next_stored_chunk_idx=1, block_ids=[11, 12, 13, 14])
-    scheduler = SimpleNamespace(
-        _req_status={"r": SimpleNamespace(group_states=[None, window])},
-        _sliding_window_groups=(1,),
-        config=SimpleNamespace(blocks_per_chunk=2),
-    )
-    connector(Stock(scheduler), Child()).reset_cache()
-    assert seen == [[0, 0, 13, 14]]
-
-
 def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
         OffloadingConnector,
@@ -466,7 +441,7 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
         counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
         so_far = SoFar()
         so_far.add(MultiKVConnectorStats(data={child_id: counted, "another": counted}), child_id)
-        told = so_far.stamp(None, saved_known=False)
+        told = so_far.stamp(None)
         data[child_id] = FskvStats(data=counted.data).aggregate(told)  # of workers and scheduler
     data[ids[2]] = pool = OffloadingConnectorStats()
     for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):

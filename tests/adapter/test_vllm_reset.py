@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import threading
@@ -58,6 +59,7 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvManager, to_chunk
     from fskv.engines.vllm.metrics import SoFar
+    from fskv.engines.vllm.quirks import mend_vllm
     from fskv.engines.vllm.worker import FskvWorker
     from fskv.hybrid_planner import GroupKind, GroupSpec
     from fskv.root.root import Root
@@ -128,13 +130,16 @@ def multi(scheduler):
     return made
 
 
-def test_negative_control_vllms_own_connector_stops_the_engine():
+def test_negative_control_vllms_own_connector_stops_the_engine(monkeypatch):
+    of_vllm = inspect.unwrap(OffloadingConnectorScheduler.build_connector_meta)
+    monkeypatch.setattr(OffloadingConnectorScheduler, "build_connector_meta", of_vllm)
     with pytest.raises(AssertionError):
         Stock(scheduler_with(JOBS)).build_connector_meta(step(PREEMPTED))
 
 
 @pytest.mark.parametrize("make", [Ours, multi])
 def test_a_request_that_a_reset_preempts_and_that_loads_in_the_same_step_is_no_error(make):
+    mend_vllm()
     connector, output = make(scheduler_with(JOBS)), step(PREEMPTED)
     meta = connector.build_connector_meta(output)
     of_child = meta.metadata[0] if make is multi else meta
@@ -235,8 +240,7 @@ class Engine:
             _connector_stats=OffloadingConnectorStats(),
         )
         self.scheduler = FskvConnector.__new__(FskvConnector)
-        self.scheduler.connector_scheduler, self.scheduler._held_events = self.half, []
-        self.scheduler._so_far, self.scheduler._pool = SoFar(), None
+        self.scheduler.connector_scheduler, self.scheduler._so_far = self.half, SoFar()
         self.scheduler._admission = Admission()
         self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
@@ -451,8 +455,6 @@ def test_a_reset_from_where_no_engine_is_found_says_so_and_resets(make_engine, c
 
 def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):
     """vLLM hands out all of them again, and its connector would append them; what it had is gone before."""
-    from fskv.engines.vllm.quirks import begin_block_lists_anew
-
     told = []
 
     def of_vllm(self, output):
@@ -465,7 +467,7 @@ def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):
     new = [SimpleNamespace(req_id=req_id) for req_id in ("goes on", "not known")]
     made._update_req_states(SimpleNamespace(scheduled_new_reqs=new))
     for _ in range(2):
-        begin_block_lists_anew()
+        mend_vllm()
     made._update_req_states(SimpleNamespace(scheduled_new_reqs=new[1:]))
     made._update_req_states(SimpleNamespace(scheduled_new_reqs=new))
     assert told == [[[7, 8]], [[7, 8]], [[]]], (

@@ -37,6 +37,9 @@ def main() -> None:
             kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
         )
     if "unguarded" in how:  # the negative control: vLLM's own reset
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+            OffloadingConnectorScheduler,
+        )
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
             OffloadingConnector,
         )
@@ -44,6 +47,7 @@ def main() -> None:
         from fskv.engines.vllm.connector import FskvConnector
 
         FskvConnector.reset_cache = OffloadingConnector.reset_cache
+        OffloadingConnectorScheduler.reset_cache.by_fskv = True  # fskv takes it for its own
     llm = LLM(
         model=checkpoint,
         kv_transfer_config=transfer,

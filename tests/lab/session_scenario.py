@@ -27,7 +27,7 @@ if "unguarded" in sys.argv:  # in the engine's process too, which imports this
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
     # fskv takes vLLM's method for its own.
-    scheduler.OffloadingConnectorScheduler._update_req_states.of_fskv = True
+    scheduler.OffloadingConnectorScheduler._update_req_states.by_fskv = True
 
 
 def _engine(checkpoint: str, root: str, kind: str):

@@ -108,7 +108,9 @@ class Scenario:
         if "kept_reservation" in how:
             admission.release_reservation = lambda scheduler, request: None
         if "no_windows" in how:
-            admission.reserve_windows = lambda scheduler: None
+            from vllm.v1.core.sched.scheduler import Scheduler
+
+            Scheduler._request_remaining_blocks.by_fskv = True  # fskv takes it for its own
         if "in_place" in how:
             admission.Admission.failed = lambda admission, req_ids: None
         few = {"num_gpu_blocks_override": self.num_blocks} if transfer else {}

@@ -5,7 +5,7 @@ and asks such requests in the order in which they came; the first for which ther
 admissions. Three things make that a wait for ever, for it and all behind it (seen with vLLM 0.32):
 
 - of a sliding window nothing is reserved once a load has taken more blocks than a window has, most of them
-  null, so that loads are admitted into each other's room: `quirks.reserve_windows`;
+  null, so that loads are admitted into each other's room: `quirks.mended_remaining_blocks`;
 - a failed load's reservation stays, so that the request, hit again, waits for itself:
   `quirks.release_reservation`;
 - a failed load has given its blocks back and may need more for a recompute than a load takes, yet it keeps
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fskv.engines.vllm.quirks import release_reservation, reserve_windows, reserving_scheduler
+from fskv.engines.vllm.quirks import release_reservation, reserving_scheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -49,6 +49,5 @@ class Admission:
             self._scheduler = reserving_scheduler()
             if self._scheduler is None:
                 return False
-            reserve_windows(self._scheduler)
         release_reservation(self._scheduler, request)
         return bool(vars(request).pop(_FAILED, False))

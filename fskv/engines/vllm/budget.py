@@ -58,7 +58,6 @@ class LoadBudget:
         self._clock = time.monotonic
         self._counters = Counters(*metrics.BUDGET_COUNTERS)
         self._shown: dict[Gauge, float] = {}
-        self.saved_known = False  # of some load it was known how long computing its tokens takes
         self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)  # by request
         self._num_to_decline = 0
         self._loads: dict[int, _Load] = {}  # by job id
@@ -154,7 +153,6 @@ class LoadBudget:
             self._counters.add(metrics.LOADED_TOKENS, load.tokens)
             past = None if self._is_sure else self._manager.past_prefill_per_s
             if per_s := past or self.prefill_per_s:
-                self.saved_known = True
                 saved_s = load.tokens / per_s - max(result.seconds for result in load.told)
                 self._counters.add(metrics.SAVED_SECONDS, saved_s)
 

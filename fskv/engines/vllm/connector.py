@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from fskv.engines.vllm.admission import Admission
@@ -43,25 +42,21 @@ from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandsha
 from fskv.engines.vllm.media import named_tokens, takes_media
 from fskv.engines.vllm.metrics import FskvStats, SoFar
 from fskv.engines.vllm.quirks import (
-    begin_block_lists_anew,
     cached_blocks,
     drop_in_workers,
     enclosing_connector,
     event_payloads,
-    forget_past_blocks,
     handshakes_of_workers,
-    heed_caps,
     job_of_load,
     load_last_chunks,
+    mend_vllm,
     offer_again,
     prefix_of,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
-    without_new_loads,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
-from fskv.engines.vllm.worker import RestingWorker
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -74,12 +69,13 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from fskv.engines.vllm.worker import FskvWorker
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +114,7 @@ class FskvConnector(OffloadingConnector):
     """vLLM's offloading connector with fskv's manager and workers, which may fail a load."""
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
+    _resting: FskvHandshake | None = None  # what a worker tells that neither loads nor stores
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -147,11 +144,15 @@ class FskvConnector(OffloadingConnector):
         kv_cache_config: KVCacheConfig,
         why: str,
     ) -> None:
-        """Begin as vLLM's own does, but without a group of KV: it asserts that it knows each one's kind."""
+        """Begin without vLLM's worker, or with its scheduler of no group: it asserts that it knows each."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
         config = store_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        setup = Setup(vllm_config, config, [], Geometry(1, (1,), (0,), ()))
+        self._setup = setup = Setup(vllm_config, config, [], Geometry(1, (1,), (0,), ()))
+        self.connector_scheduler = self.connector_worker = None
+        if role is KVConnectorRole.WORKER:
+            self._rest(why)
+            return
         injected = with_spec(vllm_config, setup).kv_transfer_config
         assert injected is not None
         of_nothing: Any = SimpleNamespace(
@@ -162,28 +163,18 @@ class FskvConnector(OffloadingConnector):
             parallel=vllm_config.parallel_config,
             canonical_layout=False,
         )
-        spec = FskvOffloadingSpec(of_nothing)
-        self.connector_scheduler = self.connector_worker = None
         self._bounding_group_ids = ()  # vLLM asks these how far a load may reach
-        if role is KVConnectorRole.WORKER:
-            self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
-            self._rest(why)
-        else:
-            self.connector_scheduler = OffloadingConnectorScheduler(
-                spec, vllm_config, kv_cache_config
-            )
-            self._manager.turn_off(why, unknown=True)
+        self.connector_scheduler = OffloadingConnectorScheduler(
+            FskvOffloadingSpec(of_nothing), vllm_config, kv_cache_config
+        )
+        self._manager.turn_off(why, unknown=True)
         self._set_up(setup, role)
 
     def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
         self._setup = setup
-        self._held_events: list[KVCacheEvent] = []  # of before a reset, not yet taken
-        self._pool: BlockPool | None = None
-        self._cached_blocks: object = None  # of the pool, as it was when events were last taken
+        self._cached_blocks: object = None  # as they were when events were last taken
         if role is KVConnectorRole.SCHEDULER:
-            # Of vLLM's own connector beside this one, too.
-            begin_block_lists_anew()
-            heed_caps()
+            mend_vllm()  # of vLLM's own connector beside this one, too
             load_last_chunks(self.scheduler)
             if takes_media(setup.vllm_config) and "media" not in setup.config.trust:
                 logger.info(
@@ -201,11 +192,10 @@ class FskvConnector(OffloadingConnector):
             )
 
     @property
-    def _spec(self) -> FskvOffloadingSpec:
-        assert self.connector_worker is not None
-        spec = self.connector_worker.spec
-        assert isinstance(spec, FskvOffloadingSpec)
-        return spec
+    def _worker(self) -> FskvWorker | None:
+        """What moves this rank's KV; None on the scheduler's side, before there is KV, and at rest."""
+        half = self.connector_worker
+        return None if half is None else cast("FskvOffloadingSpec", half.spec).worker
 
     @property
     def _manager(self) -> FskvManager:
@@ -214,8 +204,9 @@ class FskvConnector(OffloadingConnector):
     # --- worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if isinstance(self._spec.worker, RestingWorker):
+        if self._resting is not None:
             return
+        half = self.connector_worker
         try:
             super().register_kv_caches(kv_caches)
         except RestError as error:
@@ -224,50 +215,60 @@ class FskvConnector(OffloadingConnector):
             logger.error("fskv: %s", error)
             raise
         except Exception as error:
-            if self._spec.has_begun:
+            if half is None or cast("FskvOffloadingSpec", half.spec).has_begun:
                 raise
             line = str(error).partition("\n")[0]
             self._rest(f"vLLM does not tell where its KV lies ({type(error).__name__}: {line})")
 
     def _rest(self, reason: str) -> None:
-        assert self.connector_worker is not None
-        self.connector_worker.worker = self._spec.get_resting_worker(reason)
+        """Read and write no page: it is not known how KV lies. The scheduler hears why, and asks for none."""
+        self.connector_worker = None
+        parallel, root = self._setup.vllm_config.parallel_config, self._setup.config.root
+        self._resting = FskvHandshake.resting(parallel.rank, parallel.world_size, root, reason)
 
     @property
     def handshake(self) -> FskvHandshake | None:
         """What this worker tells the scheduler; None on the scheduler's side, and before there is KV."""
-        worker = None if self.connector_worker is None else self._spec.worker
-        return None if worker is None else worker.handshake
+        return self._resting if self._worker is None else self._worker.handshake
 
     def get_handshake_metadata(self) -> None:
         """Return nothing: in vLLM's MultiConnector every child hears the first child's. See the scheduler."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report finished loads, and which of them failed and must be recomputed."""
-        assert self.connector_worker is not None
-        requests = requests_of_loads(self.connector_worker)
+        half, worker = self.connector_worker, self._worker
+        if half is None or worker is None:
+            return KVConnectorTransferResults()
+        requests = requests_of_loads(half)
         sending, receiving = self.get_finished(finished_req_ids)
-        worker = self._spec.worker
-        failed = set() if worker is None else worker.take_failed_jobs()
         return KVConnectorTransferResults(
             finished_sending=sending,
             finished_recving=receiving,
-            failed_recving={requests[job_id] for job_id in failed if job_id in requests},
+            failed_recving={
+                requests[job_id] for job_id in worker.take_failed_jobs() if job_id in requests
+            },
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """A step begins: from now on pages hold what it computes."""
-        if (worker := self._spec.worker) is not None:
+        if (worker := self._worker) is not None:
             worker.at_rest = False
             for keys in getattr(self._connector_metadata, "touches", ()):
                 worker.touch(keys)
-        super().start_load_kv(forward_context, **kwargs)
+            super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            super().wait_for_save()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            super().handle_preemptions(kv_connector_metadata)
 
     def build_connector_worker_meta(self) -> FskvWorkerMetadata | None:
-        if self.connector_worker is None or self._spec.worker is None:
+        if (worker := self._worker) is None:
             return None
         stock = super().build_connector_worker_meta()
-        worker = self._spec.worker
         news, loads = worker.take_news(), worker.take_loads()
         if stock is None and not (news or loads or worker.reloaded):
             return None
@@ -276,11 +277,9 @@ class FskvConnector(OffloadingConnector):
 
     def drop_jobs(self) -> None:
         """Touch no KV page for what was asked for until now: the engine has given its KV up."""
-        worker, half = self._spec.worker, self.connector_worker
-        if worker is None or half is None:
-            return
-        # Submitted at the start of the next step they would be, after a sleep, of other pages.
-        worker.drop_jobs(take_deferred_stores(half))
+        if (worker := self._worker) is not None:
+            # Submitted at the start of the next step they would be, after a sleep, of other pages.
+            worker.drop_jobs(take_deferred_stores(self.connector_worker))
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
@@ -353,7 +352,7 @@ class FskvConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.budget.on_step(scheduler_output)
-        meta = super().build_connector_meta(without_new_loads(self.scheduler, scheduler_output))
+        meta = super().build_connector_meta(scheduler_output)
         if touches := self._manager.take_touches():
             meta = FskvConnectorMetadata(**_fields(meta), touches=touches)
         return meta
@@ -375,48 +374,31 @@ class FskvConnector(OffloadingConnector):
             offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:
-        """Reset as vLLM does, but store no block that may be another request's by then (see quirks).
-
-        Returns when no worker touches a page any more for what was asked of it before.
-        """
-        forget_past_blocks(self.scheduler)
-        # While vLLM's tracker still knows the payloads: what is announced as removed must name every block.
-        if (events := self._manager.events) is not None:
-            events.removed_all()
-        self._held_events = list(self.take_events())
+        """Return when no worker touches a page any more for what was asked of it before."""
         super().reset_cache()
         self.budget.reset()
         # Last: what fails here must not leave the manager as it was.
         drop_in_workers()
         return True
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        super().bind_gpu_block_pool(gpu_block_pool)
-        self._pool, self._cached_blocks = gpu_block_pool, cached_blocks(gpu_block_pool)
-
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._manager.events
-        if self._pool is not None and cached_blocks(self._pool) is not self._cached_blocks:
-            self._cached_blocks = cached_blocks(self._pool)
-            if events is not None:
+        if (events := self._manager.events) is not None:
+            if (cached := cached_blocks(self._kv_cache_manager)) is not self._cached_blocks:
+                self._cached_blocks = cached
                 events.say_again()
-        held, self._held_events = self._held_events, []
-        yield from held
+            events.trim(event_payloads(self.scheduler))
         yield from super().take_events()
-        if events is not None:
-            events.trim(event_payloads(self.scheduler), self._manager.chunks.storing.keys())
 
     # --- both -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.connector_worker is not None:
-            worker = self._spec.worker
-            stats = None if worker is None else worker.get_stats()
+        if self.connector_scheduler is None:
+            stats = None if self._worker is None else self._worker.get_stats()
         else:
             self.budget.on_output()  # vLLM asks once for every step whose output it has
             stats, more = super().get_kv_connector_stats(), self.budget.get_stats()
             stats = stats.aggregate(more) if stats and more else stats or more
-            return self._so_far.stamp(stats, saved_known=self.budget.saved_known)
+            return self._so_far.stamp(stats)
         # All of one class: a MultiConnector adds none of another.
         return None if stats is None else FskvStats(data=stats.data)
 

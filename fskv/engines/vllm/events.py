@@ -12,7 +12,7 @@ Called on the scheduler's thread. Exists only where the engine publishes events.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import groupby, islice
 
 from vllm.v1.kv_offload.base import (
@@ -30,9 +30,7 @@ from fskv.types import ChunkId
 MAX_ANNOUNCED = 250_000
 # With self_describing_kv_events vLLM keeps the tokens of every announced chunk, 40 bytes a token: 336 MB.
 MAX_ANNOUNCED_TOKENS = 8 << 20
-# VLLM takes 8 us for each on the scheduler's thread: 2 s for all, after each reset of its prefix cache.
-_AGAIN_IN_A_STEP = 2048
-_PAYLOADS_SLACK = 4096  # payloads that vLLM may keep in vain before they are looked through
+_PAYLOADS_SLACK = 4096  # payloads that vLLM may keep in vain
 
 _Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
 
@@ -45,8 +43,6 @@ class KvEvents:
         self._announced: OrderedDict[_Name, OffloadKey] = OrderedDict()  # least recently seen first
         # In the order in which it happened; taken in every step, so it never holds more than one step's news.
         self._news: list[tuple[bool, OffloadKey]] = []  # (removed, key)
-        self._again: dict[_Name, None] = {}  # announced, and to be said again
-        self._trim_at = _PAYLOADS_SLACK
 
     @classmethod
     def enabled_by(cls, config: OffloadingKVEventsConfig, tokens_per_chunk: int) -> KvEvents | None:
@@ -78,23 +74,19 @@ class KvEvents:
         for digest, group_idx in names:
             self._take_back(digest + group_idx.to_bytes(4, "big"))
 
-    def removed_all(self) -> None:
-        """Nothing of what was announced can be relied on any more."""
-        self._news.extend((True, key) for key in self._announced.values())
+    def forget(self) -> None:
+        """The connector's cache was reset: vLLM's own AllBlocksCleared has a router forget what was said."""
+        self._news.clear()
         self._announced.clear()
-        self._again.clear()
 
     def say_again(self) -> None:
-        """All that is announced is news again, a part in each step: a router has been told to forget it."""
+        """All that is announced is news again: a router has been told to forget it."""
         self._news = [(True, key) for removed, key in self._news if removed]
-        self._again = dict.fromkeys(self._announced)
+        self._news += [(False, key) for key in self._announced.values()]
 
     def take(self) -> Iterator[OffloadingEvent]:
         """Yield the news since the last call, oldest first, neighbours of one kind together."""
         news, self._news = self._news, []
-        for name in list(islice(self._again, _AGAIN_IN_A_STEP)):
-            del self._again[name]
-            news.append((False, self._announced[name]))
         for removed, members in groupby(news, key=lambda item: item[0]):
             yield OffloadingEvent(
                 keys=[key for _, key in members],
@@ -103,25 +95,18 @@ class KvEvents:
                 removal_expected=True,
             )
 
-    def trim(
-        self, payloads: MutableMapping[OffloadKey, object], storing: Collection[ChunkId]
-    ) -> None:
-        """Drop vLLM's payloads of chunks that are neither announced nor being stored.
+    def trim(self, payloads: MutableMapping[OffloadKey, object]) -> None:
+        """Drop the oldest of vLLM's payloads; an event of such a chunk names its last block alone.
 
         vLLM keeps a payload until it was removed from the CPU tier, which fskv does not have, and so for ever
         (0.32 and 0.33: residency (CPU, None) in events.py).
         """
-        if len(payloads) < self._trim_at:
-            return
-        wanted = set(self._announced.values())
-        wanted.update(make_offload_key(*chunk) for chunk in storing)
-        for key in [key for key in payloads if key not in wanted]:
-            del payloads[key]
-        self._trim_at = 2 * len(payloads) + _PAYLOADS_SLACK
+        if len(payloads) > self._max_announced + 2 * _PAYLOADS_SLACK:
+            for key in list(islice(payloads, _PAYLOADS_SLACK)):
+                del payloads[key]
 
     def _take_back(self, name: _Name) -> None:
         key = self._announced.pop(name, None)
-        self._again.pop(name, None)
         if key is not None:
             self._news.append((True, key))
 

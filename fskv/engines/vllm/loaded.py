@@ -2,7 +2,7 @@
 
 vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
 model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
-the plug-in notes every worker before it loads (`watch_workers`), and the identity is derived from its model.
+the plug-in notes every worker before it loads (`note_worker`), and the identity is derived from its model.
 """
 
 from __future__ import annotations
@@ -123,25 +123,11 @@ def _words(name: str) -> set[str]:
 _loaded: list[Loaded] = []  # of this process; in tests many engines live in one
 
 
-def watch_workers() -> None:
-    """Have every worker of this process noted before it loads weights. More than once is as once."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    init = WorkerBase.__init__
-    if hasattr(init, "by_fskv"):
+def note_worker(init: Any, worker: Any, vllm_config: VllmConfig, *args: Any, **more: Any) -> None:
+    """Make a worker, and note it before it loads weights: around WorkerBase.__init__, by the plug-in."""
+    init(worker, vllm_config, *args, **more)
+    if vllm_config.kv_transfer_config is None:
         return
-
-    @functools.wraps(init)
-    def noted(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        init(self, vllm_config, *args, **kwargs)
-        if vllm_config.kv_transfer_config is not None:
-            _note(self, vllm_config)
-
-    noted.by_fskv = True  # type: ignore[attr-defined]
-    WorkerBase.__init__ = noted
-
-
-def _note(worker: Any, vllm_config: VllmConfig) -> None:
     loaded = Loaded(weakref.ref(worker))
     for path in _checkpoints(vllm_config):
         try:

@@ -135,23 +135,18 @@ class SoFar:
         for metric in _IN_LINE:
             name = name_of(metric)
             for label, amount in stats.data["data"].get(name, {}).items():
-                sums = self._sums.setdefault(name, {})
-                sums[label] = sums.get(label, 0.0) + amount
                 self._told = False
+                if amount:  # what was never known, as of SAVED_SECONDS, is not in it
+                    sums = self._sums.setdefault(name, {})
+                    sums[label] = sums.get(label, 0.0) + amount
 
-    def stamp(
-        self, stats: KVConnectorStats | None, *, saved_known: bool
-    ) -> KVConnectorStats | None:
-        """Return the scheduler's stats with the sums so far; None: nothing is new.
-
-        `saved_known`: of some load it was known how long computing its tokens takes.
-        """
+    def stamp(self, stats: KVConnectorStats | None) -> KVConnectorStats | None:
+        """Return the scheduler's stats with the sums so far; None: nothing is new."""
         self.add(stats)
         if stats is None and self._told:
             return None
         self._told = True
-        unknown = None if saved_known else name_of(metrics.SAVED_SECONDS)
-        so_far = {name: dict(sums) for name, sums in self._sums.items() if name != unknown}
+        so_far = {name: dict(sums) for name, sums in self._sums.items()}
         return FskvStats(data={**(stats or FskvStats()).data, _SO_FAR: {self._engine: so_far}})
 
 

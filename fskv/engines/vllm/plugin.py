@@ -11,6 +11,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from fskv.engines.vllm.around import around
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -23,11 +25,14 @@ _CONNECTORS = {
 def register() -> None:
     """Register the names of connectors and tier; vLLM calls this in every process, maybe more than once."""
     _log_with_vllm()
-    from fskv.engines.vllm.loaded import watch_workers
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
 
-    watch_workers()
-    _watch_replacements()
-    _keep_embeddings_out()
+    from fskv.engines.vllm.loaded import note_worker
+
+    around(WorkerBase, "__init__", note_worker)
+    around(VllmConfig, "_post_init_kv_transfer_config", _refuse_replacements)
+    around(VllmConfig, "_resolve_mm_embedding_inputs", _keep_embeddings_out)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # _registry: vLLM offers no public look-up, registering a name twice raises, and its own loader checks
@@ -53,49 +58,27 @@ def _load(name: str) -> Any:
     return getattr(module, name)
 
 
-def _watch_replacements() -> None:
+def _refuse_replacements(replace: Any, config: VllmConfig) -> None:
     """Refuse a configuration whose connector vLLM is about to replace by its own (`--kv-offloading-size`)."""
-    from vllm.config import VllmConfig
+    if getattr(config.cache_config, "kv_offloading_size", None) is not None:
+        from fskv.engines.vllm.preflight import check_configured
 
-    replace = getattr(VllmConfig, "_post_init_kv_transfer_config", None)
-    if replace is None or hasattr(replace, "by_fskv"):
-        return
-
-    @functools.wraps(replace)
-    def checked(self: VllmConfig) -> None:
-        if getattr(self.cache_config, "kv_offloading_size", None) is not None:
-            from fskv.engines.vllm.preflight import check_configured
-
-            check_configured(self)
-        replace(self)
-
-    checked.by_fskv = True  # type: ignore[attr-defined]
-    VllmConfig._post_init_kv_transfer_config = checked  # noqa: SLF001
+        check_configured(config)
+    replace(config)
 
 
-def _keep_embeddings_out() -> None:
+def _keep_embeddings_out(resolve: Any, config: VllmConfig) -> None:
     """Leave `--enable-mm-embeds` as the user has it where fskv alone brings KV.
 
     VLLM turns it on for each engine that consumes KV, and takes embeddings without their tensor: another
     engine is to bring the KV that was computed from them. From fskv none comes, and such a request ends vLLM.
     """
-    from vllm.config import VllmConfig
-
-    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
-    if resolve is None or hasattr(resolve, "by_fskv"):
-        return
-
-    @functools.wraps(resolve)
-    def resolved(self: VllmConfig) -> None:
-        media = getattr(self.model_config, "multimodal_config", None)
-        written = getattr(media, "enable_mm_embeds", False)
-        resolve(self)
-        if media is not None and self.ec_transfer_config is None and _is_alone(self):
-            media.enable_mm_embeds = written
-            media.allow_missing_mm_embeddings = False
-
-    resolved.by_fskv = True  # type: ignore[attr-defined]
-    VllmConfig._resolve_mm_embedding_inputs = resolved  # noqa: SLF001
+    media = getattr(config.model_config, "multimodal_config", None)
+    written = getattr(media, "enable_mm_embeds", False)
+    resolve(config)
+    if media is not None and config.ec_transfer_config is None and _is_alone(config):
+        media.enable_mm_embeds = written
+        media.allow_missing_mm_embeddings = False
 
 
 def _is_alone(config: VllmConfig) -> bool:

@@ -24,16 +24,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from fskv.engines.vllm.around import around
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
         OffloadingConnectorWorker,
     )
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey
     from vllm.v1.request import Request
 
@@ -71,14 +72,6 @@ def executor() -> Any:
     """Return the executor of the engine core that is calling; None if no caller is one."""
     core = _caller(lambda one: hasattr(getattr(one, "model_executor", None), "collective_rpc"))
     return None if core is None else core.model_executor
-
-
-def resetting_scheduler() -> OffloadingConnectorScheduler | None:
-    """Return the scheduler that is resetting its manager, and with it the caller; None if there is none."""
-    found: OffloadingConnectorScheduler | None = _caller(
-        lambda one: isinstance(one, OffloadingConnectorScheduler)
-    )
-    return found
 
 
 def reserving_scheduler() -> Scheduler | None:
@@ -139,63 +132,66 @@ def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
         )
 
 
-def begin_block_lists_anew() -> None:
-    """Have each connector of vLLM's offloading kind forget a request's blocks before it is told all of them.
+def mend_vllm() -> None:
+    """Have vLLM's scheduler, and each connector of its offloading kind, do what the `mended_...` here say.
+
+    Called on the scheduler's side before the first request. A vLLM that does it otherwise stays as it is.
+    """
+    around(Scheduler, "_request_remaining_blocks", mended_remaining_blocks)
+    of_connectors: dict[str, Callable[..., Any]] = {
+        "on_new_request": mended_on_new_request,
+        "build_connector_meta": mended_build_connector_meta,
+        "_update_req_states": mended_update_req_states,
+        "_build_partial_tail_store_jobs": mended_build_tails,
+        "reset_cache": mended_reset_cache,
+    }
+    for name, code in of_connectors.items():
+        around(OffloadingConnectorScheduler, name, code)
+
+
+def mended_update_req_states(
+    of_vllm: Any, self: OffloadingConnectorScheduler, output: SchedulerOutput
+) -> None:
+    """Forget a request's blocks before a connector is told all of them.
 
     vLLM's scheduler (0.32) asks no connector about the next turn of a session that goes on (`resumable`), but
     hands out its blocks as a new request's, all of them. OffloadingConnectorScheduler appends them to those
     that it has, and would store one block's KV under the key of another. Of other requests there is nothing
-    to forget. For the life of the process, once; a vLLM that does it otherwise stays as it is.
+    to forget.
     """
-    of_vllm = getattr(OffloadingConnectorScheduler, "_update_req_states", None)
-    if of_vllm is None or hasattr(of_vllm, "of_fskv"):
-        return
-
-    def update_req_states(self: OffloadingConnectorScheduler, output: SchedulerOutput) -> None:
-        for new in output.scheduled_new_reqs:
-            # Another vLLM may keep neither, and no step may end by that.
-            status = getattr(self, "_req_status", {}).get(new.req_id)
-            for group in getattr(status, "group_states", ()):
-                getattr(group, "block_ids", []).clear()
-        of_vllm(self, output)
-
-    update_req_states.of_fskv = True  # type: ignore[attr-defined]
-    OffloadingConnectorScheduler._update_req_states = update_req_states  # noqa: SLF001
+    for new in output.scheduled_new_reqs:
+        # Another vLLM may keep neither, and no step may end by that.
+        status = getattr(self, "_req_status", {}).get(new.req_id)
+        for group in getattr(status, "group_states", ()):
+            getattr(group, "block_ids", []).clear()
+    of_vllm(self, output)
 
 
-def heed_caps() -> None:
-    """Have each connector of vLLM's offloading kind obey what a client sends, and never end by it.
+def mended_on_new_request(
+    of_vllm: Any, self: OffloadingConnectorScheduler, request: Request
+) -> None:
+    """Take no `kv_transfer_params` of a client that are no table: they end the engine (0.32)."""
+    if not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None
+    of_vllm(self, request)
 
-    A cap on what is stored (`kv_transfer_params`, 0.32) ends the engine where states are kept within a block,
-    or is not obeyed (0), and a value that is no table ends it anywhere. For the life of the process, once; a
-    vLLM that does it otherwise stays as it is.
+
+def mended_build_tails(
+    of_vllm: Any, self: OffloadingConnectorScheduler, output: SchedulerOutput
+) -> Any:
+    """Heed a client's cap on what is stored where states are kept within a block.
+
+    There it ends the engine (0.32), or is not obeyed (0).
     """
-    tails = getattr(OffloadingConnectorScheduler, "_build_partial_tail_store_jobs", None)
-    begins = OffloadingConnectorScheduler.on_new_request
-    if hasattr(begins, "of_fskv"):
-        return
-
-    def on_new_request(self: OffloadingConnectorScheduler, request: Request) -> None:
-        if not isinstance(request.kv_transfer_params, dict):
-            request.kv_transfer_params = None
-        begins(self, request)
-
-    def build_tails(self: OffloadingConnectorScheduler, output: SchedulerOutput) -> Any:
-        state = output.kv_connector_block_state
-        if state is not None and state.boundary_state_offloads:
-            output = copy.copy(output)
-            offers = {
-                req_id: [offer for offer in offers if offer[2] <= _most_stored(self, req_id)]
-                for req_id, offers in state.boundary_state_offloads.items()
-            }
-            output.kv_connector_block_state = replace(state, boundary_state_offloads=offers)
-        assert tails is not None
-        return tails(self, output)
-
-    on_new_request.of_fskv = True  # type: ignore[attr-defined]
-    OffloadingConnectorScheduler.on_new_request = on_new_request
-    if tails is not None:
-        OffloadingConnectorScheduler._build_partial_tail_store_jobs = build_tails  # noqa: SLF001
+    state = output.kv_connector_block_state
+    if state is not None and state.boundary_state_offloads:
+        output = copy.copy(output)
+        offers = {
+            req_id: [offer for offer in offers if offer[2] <= _most_stored(self, req_id)]
+            for req_id, offers in state.boundary_state_offloads.items()
+        }
+        output.kv_connector_block_state = replace(state, boundary_state_offloads=offers)
+    return of_vllm(self, output)
 
 
 def _most_stored(scheduler: OffloadingConnectorScheduler, req_id: str) -> float:
@@ -208,23 +204,22 @@ def _most_stored(scheduler: OffloadingConnectorScheduler, req_id: str) -> float:
 # --- resets -----------------------------------------------------------------------------------
 
 
-def forget_past_blocks(scheduler: OffloadingConnectorScheduler) -> None:
-    """Make a reset that follows store no block again that may be another request's by now.
+def mended_reset_cache(of_vllm: Any, self: OffloadingConnectorScheduler) -> None:
+    """Have a reset store no block again that may be another request's by now.
 
-    `OffloadingConnectorScheduler.reset_cache` (0.32) sets next_stored_chunk_idx to 0, so that running
-    requests store all their chunks again. In groups with a window or a state the blocks before it have been
-    freed and used again, and only those from it on are kept up to date (_update_req_states): a request would
-    store another one's KV under its own keys.
+    vLLM (0.32) sets next_stored_chunk_idx to 0, so that running requests store all their chunks again. In
+    groups with a window or a state the blocks before it have been freed and used again, and only those from
+    it on are kept up to date (_update_req_states): a request would store another one's KV under its own keys.
     """
-    for status in scheduler._req_status.values():  # noqa: SLF001
-        for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
+    for status in self._req_status.values():
+        for group_idx in self._sliding_window_groups:
             group = status.group_states[group_idx]
             num_past = min(
-                group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk,
-                len(group.block_ids),
+                group.next_stored_chunk_idx * self.config.blocks_per_chunk, len(group.block_ids)
             )
             # 0 is vLLM's "not there": stores skip it.
             group.block_ids[:num_past] = [0] * num_past
+    of_vllm(self)
 
 
 def drop_in_workers() -> None:
@@ -253,55 +248,41 @@ def drop_jobs(_worker: object) -> None:
             drop()
 
 
-def without_new_loads(
-    scheduler: OffloadingConnectorScheduler, output: SchedulerOutput
-) -> SchedulerOutput:
-    """Return the output without those preempted requests that have begun to load since: nothing to flush.
+def mended_build_connector_meta(
+    of_vllm: Any, self: OffloadingConnectorScheduler, output: SchedulerOutput
+) -> Any:
+    """Flush no preempted request that has begun to load since: vLLM asserts that it has stores alone.
 
     A load is a request's only job.
     """
-    loading = {job.req_id for job in scheduler._current_batch_load_jobs.values()}  # noqa: SLF001
-    again = loading & set(output.preempted_req_ids or ())
-    if not again:
-        return output
-    output = copy.copy(output)
-    output.preempted_req_ids = set(output.preempted_req_ids or ()) - again
-    return output
+    loading = {job.req_id for job in self._current_batch_load_jobs.values()}
+    if loading & set(output.preempted_req_ids or ()):
+        output = copy.copy(output)
+        output.preempted_req_ids = set(output.preempted_req_ids or ()) - loading
+    return of_vllm(self, output)
 
 
 # --- what the scheduler keeps free for loads --------------------------------------------------
 
 
-def reserve_windows(scheduler: Scheduler) -> None:
-    """Have what a request still needs of a sliding window be reserved, once for each scheduler.
+def mended_remaining_blocks(of_vllm: Any, self: Scheduler, request: Request) -> int:
+    """Return what is to be reserved for a request, with what it still needs of sliding windows.
 
     vLLM (0.32, 0.33) takes what a window needs at most, less the blocks that the request has: with the null
     ones before the window, which take no room. After a long load that is nothing.
     """
+    found: int = of_vllm(self, request)
     try:
-        of_vllm, most_tokens = scheduler._request_remaining_blocks, scheduler.max_model_len  # noqa: SLF001
-        windows = [
-            (manager.req_to_blocks, manager.block_size, manager.max_admission_blocks_per_request)
-            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
-            if manager.max_admission_blocks_per_request is not None
-        ]
-    except AttributeError:
-        return  # another vLLM
-    if not windows or hasattr(of_vllm, "of_fskv"):
-        return
-
-    def remaining_blocks(request: Request) -> int:
-        found: int = of_vllm(request)
-        for blocks, block_size, most in windows:
-            held = len(blocks.get(request.request_id, ()))
-            if held:
-                whole = -(-min(request.num_tokens, most_tokens) // block_size)
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            most = manager.max_admission_blocks_per_request
+            held = len(manager.req_to_blocks.get(request.request_id, ()))
+            if most is not None and held:
+                whole = -(-min(request.num_tokens, self.max_model_len) // manager.block_size)
                 counted = max(0, min(whole, most) - held)
                 found += max(0, min(whole - held, most) - counted)
-        return found
-
-    remaining_blocks.of_fskv = True  # type: ignore[attr-defined]
-    scheduler._request_remaining_blocks = remaining_blocks  # noqa: SLF001
+    except AttributeError:  # another vLLM
+        pass
+    return found
 
 
 def release_reservation(scheduler: Scheduler, request: Request) -> None:
@@ -370,9 +351,9 @@ def job_of_load(scheduler: OffloadingConnectorScheduler, req_id: str) -> int:
     return next(iter(jobs))
 
 
-def cached_blocks(pool: BlockPool) -> object:
+def cached_blocks(kv_cache: KVCacheManager | None) -> object:
     """Return what a reset of vLLM's prefix cache replaces by another; a connector hears nothing of it."""
-    return pool.cached_block_hash_to_block
+    return None if kv_cache is None else kv_cache.block_pool.cached_block_hash_to_block
 
 
 def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:
@@ -386,8 +367,9 @@ def requests_of_loads(half: OffloadingConnectorWorker) -> dict[int, str]:
     return dict(half._load_jobs)  # noqa: SLF001
 
 
-def take_deferred_stores(half: OffloadingConnectorWorker) -> Iterable[LoadStoreSpec]:
+def take_deferred_stores(half: OffloadingConnectorWorker | None) -> Iterable[LoadStoreSpec]:
     """Take the last step's stores, which vLLM submits at the start of the next; they count as done."""
+    assert half is not None
     deferred, half._unsubmitted_store_jobs = half._unsubmitted_store_jobs, []  # noqa: SLF001
     for job_id, _, _ in deferred:
         half._connector_worker_meta.mark_completed(job_id)  # noqa: SLF001

@@ -6,11 +6,9 @@ derives the identity, for engines that are made in another way. A draft is known
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
-from vllm.v1.core import kv_cache_utils
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
@@ -27,12 +25,6 @@ def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
     for row, sentence in judge(_settings(vllm_config), config):
         if row.refused:
             raise ConfigError(f"{sentence}; {row.do}")
-    takes_adapters = vllm_config.lora_config is not None
-    if takes_adapters and "lora" in config.trust and not _adapters_are_named_by_path():
-        raise ConfigError(
-            "option 'trust': found \"lora\", expected none: this vLLM's keys of blocks do not hold the "
-            "path of an adapter"
-        )
 
 
 def _settings(vllm_config: VllmConfig) -> Settings:
@@ -85,16 +77,3 @@ def check_draft(vllm_config: VllmConfig, groups: Sequence[Any]) -> None:
 
 def name_of_load_format(vllm_config: VllmConfig) -> str:
     return str(vllm_config.load_config.load_format).rsplit(".", 1)[-1].lower()
-
-
-def _adapters_are_named_by_path() -> bool:
-    """Whether vLLM's key of a block tells adapters of one name and two paths apart."""
-    adapter = SimpleNamespace(lora_name="name", lora_path="path")
-    request = SimpleNamespace(
-        mm_features=[], lora_request=adapter, cache_salt=None, prompt_embeds=None
-    )
-    try:
-        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 16, 0)
-    except Exception:  # another vLLM
-        return False
-    return "path" in str(keys)

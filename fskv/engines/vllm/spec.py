@@ -25,11 +25,11 @@ from fskv.engines.vllm.files import (
 )
 from fskv.engines.vllm.identity import EngineGroup, build_identity, engine_groups, reuses_kv
 from fskv.engines.vllm.loaded import Loaded, find_loaded
-from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of
-from fskv.engines.vllm.worker import FskvWorker, RestingWorker
+from fskv.engines.vllm.worker import FskvWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
 from fskv.namespace import Identity, Json
@@ -68,7 +68,7 @@ class FskvOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self._setup: Setup = self.extra_config[_SETUP_KEY]
         self.manager: FskvManager | None = None
-        self.worker: FskvWorker | RestingWorker | None = None
+        self.worker: FskvWorker | None = None
         self.has_begun = False  # to build the worker: vLLM has told where its KV lies
 
     @classmethod
@@ -114,14 +114,6 @@ class FskvOffloadingSpec(OffloadingSpec):
         )
         loaded.at_rest.append(lambda: worker.at_rest)
         return worker
-
-    def get_resting_worker(self, reason: str) -> RestingWorker:
-        """Return what stands for the worker where `get_worker` has raised RestError, or was not asked."""
-        parallel = self.config.parallel
-        root = self._setup.config.root
-        handshake = FskvHandshake.resting(parallel.rank, parallel.world_size, root, reason)
-        self.worker = resting = RestingWorker(handshake)
-        return resting
 
 
 def find(

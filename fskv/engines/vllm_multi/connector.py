@@ -15,6 +15,7 @@ Scheduler and worker side run on the threads of vLLM that call them; no call wai
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -29,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorMetadata,
     MultiKVConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -38,7 +38,7 @@ from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.connector import FskvConnector
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.quirks import forget_past_blocks, tell_allocated, without_new_loads
+from fskv.engines.vllm.quirks import tell_allocated
 from fskv.engines.vllm_multi.metrics import OWN, MultiPromMetrics, rebuild, stats_id
 from fskv.errors import ConfigError, FskvError
 from fskv.kv_transfer.multi import MultiConfig, check_roots
@@ -48,7 +48,6 @@ from fskv.observe.metrics import Counters
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -198,19 +197,6 @@ class FskvMultiConnector(MultiConnector):
             if idx != chosen and isinstance(child, OffloadingConnector):
                 tell_allocated(child.scheduler, blocks)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
-        metadata = tuple(
-            child.build_connector_meta(
-                without_new_loads(child.scheduler, scheduler_output)
-                if isinstance(child, OffloadingConnector)
-                else scheduler_output
-            )
-            for child in self._connectors
-        )
-        made = MultiKVConnectorMetadata(metadata, self._extra_async_saves or None)
-        self._extra_async_saves: dict[str, int] = {}
-        return made
-
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._admission.failed(connector_output.failed_recving)
         for req_id in connector_output.failed_recving or ():
@@ -230,19 +216,15 @@ class FskvMultiConnector(MultiConnector):
 
     def reset_cache(self) -> bool:
         """Reset every child, whatever becomes of the others: one that was left out would serve old KV."""
-        done = True
-        failure: Exception | None = None
-        for name, child in zip(self._names, self._connectors, strict=True):
-            try:
-                if isinstance(child, OffloadingConnector):
-                    forget_past_blocks(child.scheduler)  # ours would load and store what it stores
-                done &= child.reset_cache() is not False
-            except Exception as error:
-                logger.exception("fskv: the cache of connector %s could not be reset", name)
-                failure = error
-        if failure is not None:
-            raise failure
-        return done
+        results = []
+
+        def reset(child: Any) -> None:
+            results.append(child.reset_cache())
+
+        with contextlib.ExitStack() as every:
+            for child in self._connectors:
+                every.callback(reset, child)
+        return False not in results
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         told = [child.get_kv_connector_stats() for child in self._connectors]

@@ -42,13 +42,12 @@ from fskv.engines.vllm.files import WorkerFiles
 from fskv.engines.vllm.manager import (
     PREFIX_CACHING_OFF,
     ChunkKeys,
-    FskvHandshake,
     FskvManager,
     to_chunk,
 )
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.spec import open_worker
-from fskv.engines.vllm.worker import FskvWorker, RestingWorker
+from fskv.engines.vllm.worker import FskvWorker
 from fskv.engines.vllm_tier.workers import ask_workers, plan_row
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import GroupKind
@@ -115,16 +114,15 @@ class FskvTier(SecondaryTierManager):
     ) -> None:
         """`options` are fskv's, as FskvConnector takes them; raises FskvError with one sentence."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        quirks.begin_block_lists_anew()
-        quirks.heed_caps()
+        quirks.mend_vllm()
         self.locality = None if locality is None else Locality(locality)
+        self._worker: RowWorker | None = None  # of a tier that rests
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []  # since `get_finished_jobs`
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
         self._num_rows = len(primary_kv_view)
-        self._reserves = False  # vLLM what loads of windows need: fskv.engines.vllm.admission
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
         # Of a chunk in a row, by group index; of a tier that rests none is known.
@@ -146,11 +144,9 @@ class FskvTier(SecondaryTierManager):
     def _open(self, spec: OffloadingSpec, view: memoryview, mark: str) -> None:
         """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
         config, rank = self._config, spec.config.parallel.data_parallel_index
-        self._worker: RowWorker | RestingWorker
         try:
             found = ask_workers(spec, config, self.block_size_bytes, mark)
         except RestError as error:
-            self._worker = RestingWorker(FskvHandshake.resting(0, 1, "", str(error)))
             self._manager = FskvManager(config, 1, engine_rank=rank)
             self._manager.turn_off(str(error), unknown=True)
             return
@@ -216,9 +212,6 @@ class FskvTier(SecondaryTierManager):
             self._manager.doubt_weights("weights were loaded again in the running engine")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self._reserves and (scheduler := quirks.reserving_scheduler()) is not None:
-            quirks.reserve_windows(scheduler)
-            self._reserves = True
         self._requests[req_context.req_id] = {}
         return self._manager.on_new_request(req_context)
 
@@ -239,6 +232,9 @@ class FskvTier(SecondaryTierManager):
     # --- jobs -------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        if (worker := self._worker) is None:
+            self._results.append(JobResult(job_metadata.job_id, success=True))
+            return
         self._look_for_reloads()
         keys, job_id = list(job_metadata.keys), job_metadata.job_id
         use = self._manager.begin_use(keys, there=False)  # before anything is on its way
@@ -250,9 +246,12 @@ class FskvTier(SecondaryTierManager):
         nbytes = sum(one.layout.content_nbytes for one in in_row)
         self._jobs[job_id] = _Job(keys, is_load=False, nbytes=nbytes)
         rows: Any = job_metadata.chunk_ids[depths]
-        self._worker.submit_store(job_id, rows, used)
+        worker.submit_store(job_id, rows, used)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        if (worker := self._worker) is None:
+            self._results.append(JobResult(job_metadata.job_id, success=False))
+            return
         keys, job_id = list(job_metadata.keys), job_metadata.job_id
         self._jobs[job_id] = _Job(keys, is_load=True)
         chunks = [to_chunk(key) for key in keys]
@@ -262,7 +261,7 @@ class FskvTier(SecondaryTierManager):
         use = self._manager.begin_use(keys, there=True)
         used = ChunkKeys(chunks, use=use, depths=range(len(keys)))
         rows: Any = job_metadata.chunk_ids
-        self._worker.submit_load(job_id, used, rows)
+        worker.submit_load(job_id, used, rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._collect()
@@ -278,6 +277,8 @@ class FskvTier(SecondaryTierManager):
         vLLM gives all rows away at once, but its workers hear of the reset only with the next step, and
         until then copy between GPU and the rows of before: before that step's output no row is loaded into.
         """
+        if self._worker is None:
+            return
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
             self._worker.wait(set(self._jobs))
@@ -285,20 +286,17 @@ class FskvTier(SecondaryTierManager):
             self._worker.drop_jobs()
         self._collect()  # all of them
         if self._reuses_blocks:
-            # vLLM would store blocks again that have been another request's since. In the CPU tier too, and
-            # whoever takes them from there stores what follows from them here.
-            if (scheduler := quirks.resetting_scheduler()) is not None:
-                quirks.forget_past_blocks(scheduler)
+            # Of vLLM's CPU tier, which has other requests' blocks again, nothing that follows is stored here.
             for req_id in self._requests:
                 self._manager.limit_request(req_id)
-        if (events := self._manager.events) is not None:
-            events.removed_all()
         self._manager.reset_cache()
 
     def _collect(self) -> None:
         """Take the news of the I/O threads."""
-        ended, loads = self._worker.get_finished(), self._worker.take_loads()
-        failed = self._worker.take_failed_jobs()
+        if (worker := self._worker) is None:
+            return
+        ended, loads = worker.get_finished(), worker.take_loads()
+        failed = worker.take_failed_jobs()
         for result in ended:
             job = self._jobs.pop(result.job_id)
             good = None
@@ -309,7 +307,7 @@ class FskvTier(SecondaryTierManager):
                 good = tuple(key for key in job.keys if bad and to_chunk(key) not in bad) or None
             seconds, nbytes = result.transfer_time, result.transfer_size
             self._results.append(JobResult(result.job_id, success, good, seconds, nbytes))
-        self._manager.on_news(self._worker.take_news())
+        self._manager.on_news(worker.take_news())
 
     # --- the rest ---------------------------------------------------------------------------
 
@@ -320,13 +318,15 @@ class FskvTier(SecondaryTierManager):
         # vLLM asks once for every step whose output it has.
         self._steps_open = max(0, self._steps_open - 1)
         self._outputs_to_wait = max(0, self._outputs_to_wait - 1)
-        of_manager, of_worker = self._manager.get_stats(), self._worker.get_stats()
+        of_manager = self._manager.get_stats()
+        of_worker = None if self._worker is None else self._worker.get_stats()
         if of_manager is None or of_worker is None:
             return of_manager or of_worker
         of_manager.aggregate(of_worker)
         return of_manager
 
     def shutdown(self) -> None:
-        self._worker.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
         self._manager.shutdown()
         os.close(self._mark)
