@@ -262,7 +262,7 @@ def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
     assert counted(config) == {"made_config.rounding"}
 
 
-def test_ranks_that_differ_do_not_start_and_the_error_says_how_to_compare_them(
+def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
     config, monkeypatch, tmp_path
 ):
     from fskv.config import StoreConfig
@@ -277,10 +277,8 @@ def test_ranks_that_differ_do_not_start_and_the_error_says_how_to_compare_them(
     first = rank(0)
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
     manager = FskvManager(StoreConfig(root=str(tmp_path), maintenance="off"), 4)
-    with pytest.raises(ConfigError, match=r"all must agree.*'fskv diff'") as raised:
-        manager.set_workers([first, second := rank(1)])
-    assert first.namespace_path in str(raised.value)
-    assert second.namespace_path in str(raised.value)
+    with pytest.raises(ConfigError, match=r"all must agree.*VLLM_MARLIN_INPUT_DTYPE"):
+        manager.set_workers([first, rank(1)])
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,30 @@ def test_a_router_believes_only_what_can_be_taken_back(seed):
     assert believed == set()
 
 
+@pytest.mark.parametrize("in_a_step", [3, 1000], ids=["", "negative_control"])
+def test_what_is_said_again_is_said_in_parts_and_only_what_is_still_there(monkeypatch, in_a_step):
+    """VLLM makes an event of each on the scheduler's thread: of a full memory of them that is seconds."""
+    from fskv.engines.vllm import events as module
+
+    monkeypatch.setattr(module, "_AGAIN_IN_A_STEP", in_a_step)
+    events = module.KvEvents()
+    for number in range(10):
+        events.stored(_chunk(number))
+    _taken(events.take())
+    events.say_again()
+    steps = [_taken(events.take())]
+    assert (len(steps[0]) == in_a_step) is (in_a_step == 3)
+    events.removed(_chunk(1))
+    events.removed(_chunk(9))
+    events.stored(_chunk(9))
+    while step := _taken(events.take()):
+        steps.append(step)
+    believed = set()
+    for what, key in (news for step in steps for news in step):
+        (believed.add if what == "stored" else believed.discard)(key)
+    assert believed == {_key(number) for number in range(10)} - {_key(1)}
+
+
 def test_what_was_seen_last_is_forgotten_last():
     from fskv.engines.vllm.events import KvEvents
 

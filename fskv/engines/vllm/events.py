@@ -30,6 +30,8 @@ from fskv.types import ChunkId
 MAX_ANNOUNCED = 250_000
 # With self_describing_kv_events vLLM keeps the tokens of every announced chunk, 40 bytes a token: 336 MB.
 MAX_ANNOUNCED_TOKENS = 8 << 20
+# VLLM takes 8 us for each on the scheduler's thread: 2 s for all, after each reset of its prefix cache.
+_AGAIN_IN_A_STEP = 2048
 _PAYLOADS_SLACK = 4096  # payloads that vLLM may keep in vain
 
 _Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
@@ -43,6 +45,7 @@ class KvEvents:
         self._announced: OrderedDict[_Name, OffloadKey] = OrderedDict()  # least recently seen first
         # In the order in which it happened; taken in every step, so it never holds more than one step's news.
         self._news: list[tuple[bool, OffloadKey]] = []  # (removed, key)
+        self._again: Iterator[_Name] = iter(())  # to be said again, if they are still announced
 
     @classmethod
     def enabled_by(cls, config: OffloadingKVEventsConfig, tokens_per_chunk: int) -> KvEvents | None:
@@ -78,15 +81,18 @@ class KvEvents:
         """The connector's cache was reset: vLLM's own AllBlocksCleared has a router forget what was said."""
         self._news.clear()
         self._announced.clear()
+        self._again = iter(())
 
     def say_again(self) -> None:
-        """All that is announced is news again: a router has been told to forget it."""
+        """All that is announced is news again, a part in each step: a router has been told to forget it."""
         self._news = [(True, key) for removed, key in self._news if removed]
-        self._news += [(False, key) for key in self._announced.values()]
+        self._again = iter(list(self._announced))
 
     def take(self) -> Iterator[OffloadingEvent]:
         """Yield the news since the last call, oldest first, neighbours of one kind together."""
         news, self._news = self._news, []
+        again = (self._announced.get(name) for name in islice(self._again, _AGAIN_IN_A_STEP))
+        news += [(False, key) for key in again if key is not None]
         for removed, members in groupby(news, key=lambda item: item[0]):
             yield OffloadingEvent(
                 keys=[key for _, key in members],

@@ -36,8 +36,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from fskv.config import StoreConfig
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.metrics import to_stats
-from fskv.errors import ConfigError
+from fskv.errors import ConfigError, FskvError
 from fskv.index.presence import RankFiles
+from fskv.namespace import diff, explain
 from fskv.observe import metrics
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup
@@ -45,7 +46,7 @@ from fskv.offload.mover import News
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
 from fskv.root.prefill_rate import write_prefill_rate
-from fskv.root.root import NamespaceDir
+from fskv.root.root import NamespaceDir, read_manifest
 from fskv.types import ChunkId, Presence, Status
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ PREFIX_CACHING_OFF = (
 
 # An engine that is paused or put to sleep waits until it is idle; a hung mount must not hold that up.
 _EVENTS_LINGER_S = 2.0
+_MOST_APART = 3  # differences of two ranks that are named
 _RATE_S = 60.0  # between two writes of the prefill rate,
 _RATE_OFF = 1.1  # which has changed by this factor
 
@@ -130,6 +132,16 @@ class FskvHandshake:
         )
 
 
+def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
+    """Name what the ranks differ in, as far as their manifests tell."""
+    try:
+        sides = read_manifest(first.namespace_path), read_manifest(other.namespace_path)
+    except (FskvError, OSError, ValueError):
+        return ""
+    ranks = f"rank {first.rank}", f"rank {other.rank}"
+    return "".join(f"; {line}" for line in explain(diff(*sides), *ranks)[:_MOST_APART])
+
+
 class FskvManager(OffloadingManager):
     """vLLM's offloading manager over a Lookup: what is there, what may be stored, and for which requests."""
 
@@ -190,8 +202,8 @@ class FskvManager(OffloadingManager):
                     f"rank {worker.rank} derived namespace {worker.namespace_path} with "
                     f"{worker.blocks_per_chunk} blocks per chunk, rank {first.rank} "
                     f"{first.namespace_path} and the scheduler {self.blocks_per_chunk}: all must agree "
-                    "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number; "
-                    "'fskv diff' says what keeps two namespaces apart)"
+                    "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number)"
+                    f"{_apart(first, worker)}"
                 )
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
