@@ -68,14 +68,6 @@ def test_negative_control_without_checks_the_storm_serves_wrong_bytes(tmp_path):
     assert facts["counted"]["wrong"] > 0
 
 
-@pytest.mark.slow
-def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
-    code, facts = storm(tmp_path, "--break", "ending", "--kills", "2")
-    assert code == 1
-    assert len(facts["leaks"]) == 4
-    assert all(left["files"] > 0 for left in facts["leaks"])
-
-
 # --- one kill at a chosen call --------------------------------------------------------------
 
 FILE_NBYTES = 262_144  # of a chunk of the driver
