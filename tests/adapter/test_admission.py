@@ -46,14 +46,6 @@ def test_a_failed_load_steps_aside_once_and_its_reservation_is_gone(asked):
     assert not scheduler._inflight_prefills
 
 
-def test_a_load_that_failed_after_its_request_had_ended_is_no_matter(asked):
-    """One that is aborted while it loads has ended in an earlier step."""
-    scheduler, admission, request = asked
-    del scheduler.requests["r"]
-    admission.failed({"r"})
-    assert not scheduler.ask(admission, request)
-
-
 def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
     from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm.quirks import reserve_windows

@@ -156,24 +156,6 @@ def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
 # --- several files of a chunk ---------------------------------------------------------------
 
 
-def test_a_chunk_is_stored_when_all_its_files_are_and_nothing_is_remembered_after():
-    from fskv.offload.mover import _Ending
-    from fskv.types import ChunkId, Status
-
-    tally, chunk = _Ending(), ChunkId(b"k", 0)
-    for statuses, expected in (
-        ([Status.OK, Status.EXISTS, Status.OK], Status.OK),
-        ([Status.OK, Status.NO_SPACE, Status.OK], Status.NO_SPACE),
-        ([Status.OK, Status.OK, Status.SKIPPED], Status.SKIPPED),
-    ):
-        for _ in statuses:
-            tally.begin(chunk)
-        ends = [tally.end(chunk, status) for status in statuses]
-        assert ends == [None, None, expected]
-    assert not tally._open
-    assert not tally._bad
-
-
 def test_a_lookup_asks_for_every_slice_once():
     from fskv.config import StoreConfig
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager

@@ -208,14 +208,6 @@ def test_a_canonical_page_is_the_same_however_many_heads_a_rank_has(root, with_a
     assert found[1, False] != found[2, False]  # the control: pages as they are, are not alike
 
 
-def test_how_many_blocks_there_are_does_not_count(root, with_amx):
-    with_amx(False)
-    worker = Worker(root)
-    few = worker.identity()
-    worker.bind("LBHNC", TOKENS, num_blocks=77)
-    assert worker.identity().digest == few.digest
-
-
 @pytest.fixture
 def on_a_gpu(root, monkeypatch, with_amx):
     """A worker that fskv thinks is a GPU's; what vLLM writes is still written by the CPU's backend."""
@@ -260,13 +252,6 @@ def test_on_gpus_another_layout_of_heads_is_seen_by_what_is_bound(on_a_gpu, monk
     assert one.digest != other.digest
 
 
-def test_on_gpus_the_settings_of_attention_count(on_a_gpu):
-    worker = on_a_gpu
-    one = worker.identity()
-    worker.vllm_config.attention_config.use_trtllm_attention = True
-    assert worker.identity().digest != one.digest
-
-
 @pytest.mark.parametrize(("name", "known"), [("FLASH_ATTN", True), ("OTHER_ATTN", False)])
 def test_on_gpus_a_backend_that_cannot_be_asked_must_be_a_known_one(
     on_a_gpu, monkeypatch, name, known
@@ -309,13 +294,3 @@ def test_where_a_layout_cannot_be_determined_the_engine_rests(root, with_amx, mo
     with pytest.raises(RestError, match=f"{LAYER}.*cannot be determined") as rests:
         worker.identity()
     assert "\n" not in str(rests.value)
-
-
-def test_a_switch_of_the_environment_that_permutes_pages_is_held(root, with_amx, monkeypatch):
-    with_amx(False)
-    worker = Worker(root)
-    plain = worker.identity()
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")  # the default, written out
-    assert worker.identity().digest == plain.digest
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    assert worker.identity().digest != plain.digest

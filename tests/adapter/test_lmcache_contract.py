@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 import argparse
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -36,7 +34,6 @@ with warnings.catch_warnings():
     from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
-    from lmcache.v1.multiprocess.session import SessionManager
     from lmcache.v1.multiprocess.token_hasher import TokenHasher
     from lmcache.v1.platform import consume_fd
     from prometheus_client import REGISTRY
@@ -57,7 +54,6 @@ with warnings.catch_warnings():
     from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, chunk_of
     from fskv.errors import ConfigError
     from fskv.identity.checkpoint_place import Checkpoint
-    from fskv.offload import BlockingStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -390,23 +386,6 @@ def test_its_descriptors_are_three_and_are_closed(make):
     assert not [t for t in threading.enumerate() if t.name.startswith("fskv-load")]
 
 
-def test_stores_are_closed_beside_one_another(make, monkeypatch):
-    """Each may wait for a disk that hangs. One after another they would not meet here."""
-    world = make()
-    both = [*keys([1]), *keys([1], model_name="other")]
-    assert world.store(both, world.objects(0, 1)).is_successful()
-    barrier, met, close = threading.Barrier(2), [], module._Store.close
-
-    def meet(store):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            met.append(barrier.wait(5))
-        close(store)
-
-    monkeypatch.setattr(module._Store, "close", meet)
-    world.adapter.close()
-    assert len(met) == 2
-
-
 def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tmp_path):
     world = make()
     (tmp_path / "kv").rename(tmp_path / "gone")
@@ -416,22 +395,6 @@ def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tm
     (tmp_path / "gone").rename(tmp_path / "kv")
     wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
     assert world.lookup(keys([1])) == [True]
-
-
-def test_a_namespace_that_does_not_open_in_time_is_a_miss(make, monkeypatch):
-    world = make(lookup_timeout_s=0.01)
-    held = threading.Event()
-    opened = module.KvStore
-
-    def slow(*args, **options):
-        held.wait(60)
-        return opened(*args, **options)
-
-    monkeypatch.setattr(module, "KvStore", slow)
-    assert world.lookup(keys([1])) == [False]
-    held.set()
-    wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
-    wait_for(lambda: world.lookup(keys([1])) == [True])  # the control
 
 
 def test_lookups_wait_together_for_a_namespace_that_hangs(make, monkeypatch):
@@ -456,16 +419,6 @@ def test_lookups_wait_together_for_a_namespace_that_hangs(make, monkeypatch):
     held.set()
     wait_for(lambda: world.store(keys([1]), world.objects(0)).is_successful(), 60)
     wait_for(lambda: world.lookup(keys([1])) == [True])  # the control
-
-
-def test_a_lookup_that_waited_too_long_for_its_turn_is_a_miss(make, monkeypatch):
-    world = make()
-    assert world.store(keys([1]), world.objects(0, fill=1)).is_successful()
-    assert world.lookup(keys([1])) == [True], "the control"
-    monkeypatch.setattr(module, "_OPENING", 0)
-    assert world.lookup(keys([1])) == [False]
-    monkeypatch.undo()
-    assert world.lookup(keys([1])) == [True]
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "control"])
@@ -496,25 +449,6 @@ def test_a_task_that_waited_for_a_namespace_gets_none_after_close(
         assert not chunk_files(tmp_path)
     else:
         wait_for(lambda: chunk_files(tmp_path), 60)
-
-
-def test_a_task_that_has_its_namespace_does_not_begin_after_close(make, monkeypatch):
-    """The control is at the end: the same call, not closed."""
-    world = make()
-    found, until = world.adapter._store_of, time.monotonic() + 600
-
-    def closed_meanwhile(*args):
-        store = found(*args)
-        world.adapter._closed = True
-        return store
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.adapter, "_store_of", closed_meanwhile)
-        assert world.adapter._move(BlockingStore.store, keys([1]), world.objects(0), until) == [
-            False
-        ]
-    world.adapter._closed = False
-    assert world.adapter._move(BlockingStore.store, keys([1]), world.objects(0), until) == [True]
 
 
 def test_a_task_that_waited_too_long_does_not_touch_lmcaches_memory(make, monkeypatch, tmp_path):
@@ -628,17 +562,6 @@ def test_each_namespace_has_a_health_file_or_the_first_has_it(make, tmp_path, pa
     assert sorted(each.name for each in (tmp_path / "health").iterdir()) == files
 
 
-def test_a_model_that_was_stopped_before_it_had_a_namespace_is_not_healthy(
-    make, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(module, "_WATCH_S", 0.02)
-    models, files = watched(tmp_path, "m")
-    world = make(models=models)
-    assert world.adapter.report_status()["is_healthy"]
-    files["m"].write_bytes(bytes(range(255, -1, -1)) * 64)
-    wait_for(lambda: not world.adapter.report_status()["is_healthy"])
-
-
 def test_metrics_that_cannot_be_published_cost_no_transfer(make, monkeypatch, caplog):
     world = make()
 
@@ -680,27 +603,6 @@ def test_a_checkpoint_on_a_mount_that_hangs_holds_up_no_other(make, monkeypatch,
     files["other"].write_bytes(bytes(range(255, -1, -1)) * 64)
     wait_for(lambda: world.lookup(both) == [True, False])
     held.set()
-
-
-def test_a_store_that_does_not_stop_is_not_used_and_is_stopped_later(make, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_WATCH_S", 0.02)
-    models, files = watched(tmp_path, "m")
-    stop, works = module._Store.stop, threading.Event()
-
-    def fails_first(store, reason):
-        if not works.is_set():
-            raise RuntimeError("no")
-        stop(store, reason)
-
-    monkeypatch.setattr(module._Store, "stop", fails_first)
-    world = make(models=models)
-    assert world.store(keys([1]), world.objects(0)).is_successful()
-    (store,) = world.adapter._open_stores()
-    files["m"].write_bytes(bytes(range(255, -1, -1)) * 64)
-    wait_for(lambda: world.lookup(keys([1])) == [False])
-    assert not store._own.lookup.stopped
-    works.set()
-    wait_for(lambda: store._own.lookup.stopped)
 
 
 @pytest.mark.parametrize(
@@ -758,19 +660,6 @@ def test_every_call_of_the_base_class_is_answered_with_its_arguments():
         own = getattr(FskvAdapter, name)
         assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
         assert (name in vars(FskvAdapter)) != (name in left), name
-
-
-def test_negative_control_an_abstract_method_of_a_later_lmcache_is_found(tmp_path):
-    """Every other test here makes an adapter, so each of them would fail."""
-
-    class Later(L2AdapterInterface):
-        @abc.abstractmethod
-        def of_tomorrow(self): ...
-
-    class Adapter(FskvAdapter, Later): ...
-
-    with pytest.raises(TypeError, match="of_tomorrow"):
-        Adapter({"root": str(tmp_path)})
 
 
 @pytest.mark.skipif(
@@ -884,31 +773,6 @@ def test_negative_control_adapters_are_not_in_lmcaches_keys():
     laundered, too_equal = two_names(sha256, lora=True)
     assert not laundered
     assert too_equal
-
-
-def lmcaches_tokens(tokens):
-    """As LMCache's server gets them: packed since 0.5.7."""
-    try:
-        from lmcache.v1.multiprocess.token_codec import pack_token_ids
-    except ModuleNotFoundError:
-        return tokens
-    return pack_token_ids(tokens)
-
-
-def test_a_second_request_with_one_id_gets_the_keys_of_the_first():
-    """Why VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is refused. The control: with its own id it gets its own."""
-    sessions = SessionManager(TokenHasher(CHUNK_TOKENS), cleanup_interval=None)
-
-    def stored(request_id, tokens):
-        session = sessions.get_or_create(request_id)
-        session.set_tokens(lmcaches_tokens(tokens))
-        return session.get_hashes(0, len(tokens))
-
-    first = stored("one", [1] * 8)
-    assert stored("one", [2] * 8) == first
-    own = stored("two", [2] * 8)
-    assert not set(own) & set(first)
-    assert own == TokenHasher(CHUNK_TOKENS).compute_chunk_hashes([2] * 8)
 
 
 def test_vllm_makes_ids_of_requests_different(monkeypatch):

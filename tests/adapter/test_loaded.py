@@ -145,15 +145,6 @@ def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tm
     del worker
 
 
-def test_a_hub_s_name_needs_no_files(worker_of):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-
-    config = config_of("some/model")
-    worker = worker_of(config)
-    check_unchanged(find_loaded(config), config)
-    del worker
-
-
 CHANGE = [
     *("reset_weights", "discard", "sleep", "wake_up", "start_draft_weight_update"),
     *("update_weights_from_ipc", "update_named_param", "load_state", "apply_model"),
@@ -275,23 +266,6 @@ def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused
     assert reuses_kv(config) is reused
 
 
-@pytest.mark.parametrize(
-    ("version", "text", "released"),
-    [
-        ("0.32.0", "0.32.0", True),
-        ("0.32.1+cpu", "0.32.1", True),
-        ("0.32.0.post1+cu129", "0.32.0.post1", True),
-        *((v, v, False) for v in ("0.32.1.dev700+gabcdef012", "0.1.dev1+g0000001", "0.32.0+g1234567")),
-        *((v, v, False) for v in ("0.32.0rc1", "dev", "0.32", "0.32.0+precompiled")),
-    ],
-)  # fmt: skip
-def test_a_patch_is_another_version_and_a_build_is_itself(version, text, released):
-    from fskv.engines.vllm.identity import is_release, version_text
-
-    assert version_text(version) == text
-    assert is_release(version) is released
-
-
 def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_all_of_them_count(checkpoint):
     from vllm.config import LoadConfig
 
@@ -402,21 +376,6 @@ class Part:
         self.__dict__.update(fields)
 
 
-def test_copies_of_a_configuration_that_a_model_was_built_with_are_told():
-    from transformers import LlamaConfig
-
-    from fskv.engines.vllm.identity import _resolved_configs
-
-    written = LlamaConfig()
-    changed = copy.deepcopy(written)
-    changed.attn_temperature_tuning = True
-    parts = [Part(config=written), Part(config=changed, other=copy.deepcopy(written)), Part(n=1)]
-    found = _resolved_configs(parts)
-    assert [each.get("attn_temperature_tuning") for each in found].count(True) == 1
-    assert len(found) == 2
-    assert _resolved_configs(parts[2:]) == []
-
-
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Return what writes a package of code and imports its models; all of it is forgotten at the end."""
@@ -495,19 +454,3 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
         named()
     assert named("mine") is None
-
-
-def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from fskv.engines.vllm import identity
-
-    part = SiluAndMul.__new__(SiluAndMul)
-    plain = SimpleNamespace(weights_id=None)
-
-    def extra():
-        return identity._model_extra(Part(), [part], plain)
-
-    assert extra() == {"model_class": "Part"}
-    monkeypatch.setattr(identity, "vllm_version", "0.32.1.dev7+gabcdef0")
-    assert list(extra()["code"]) == ["vllm"]

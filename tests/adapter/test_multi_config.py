@@ -10,7 +10,6 @@ from places import REPOSITORY
 
 from fskv.errors import ConfigError
 from fskv.kv_transfer.multi import ChildConfig, MultiConfig, check_stored, stores_of
-from fskv.observe.metrics import MULTI_METRICS
 
 DOCS = REPOSITORY / "docs" / "vllm.md"
 
@@ -61,20 +60,6 @@ def test_a_child_sees_its_own_options_and_not_those_of_the_choice():
     assert config.lookup_timeout_s == 1.0
 
 
-def test_names_are_roots_or_classes_and_never_equal():
-    config = parsed(
-        ours("/a"), other(), other(name="Offloading|2"), other("SimpleCPUOffloadConnector")
-    )
-    assert [child.name for child in config.connectors] == [
-        "/a",
-        "OffloadingConnector",
-        "Offloading|2",
-        "SimpleCPUOffloadConnector",
-    ]
-    for children in ((ours("/a", name="x"), ours("/b", name="x")), (other(), other())):
-        assert "another one than that of connectors[0]" in refused(*children)
-
-
 def test_children_have_health_files_of_their_own():
     parsed(ours("/a", health_file="/run/a"), ours("/b", health_file="/run/b"), ours("/c"))
     for path in ("/run/a", "/run//a", "/run/x/../a"):
@@ -90,10 +75,6 @@ def test_roots_that_are_the_same_or_inside_each_other_are_refused(first, second)
     message = refused(ours(first), ours(second))
     assert "connectors[1].root" in message
     assert "a root of its own" in message
-
-
-def test_roots_that_only_look_alike_are_taken():
-    parsed(ours("/a"), ours("/ab"), ours("/b/a"))
 
 
 @pytest.mark.parametrize(
@@ -134,17 +115,6 @@ def test_the_documented_tables_are_those_of_the_code():
             assert (unit, effect) == (field.metadata["unit"], field.metadata["effect"])
             if field.default is not dataclasses.MISSING and field.default != "":
                 assert default.strip("`").strip('"') == str(field.default), field.name
-
-
-def test_the_documented_metrics_are_those_of_the_code():
-    text = DOCS.read_text()
-    for metric in MULTI_METRICS:
-        (line,) = (
-            line for line in text.splitlines() if line.startswith(f"| `vllm:{metric.name}` |")
-        )
-        label, unit, meaning, advice = [cell.strip() for cell in line.split("|")[2:-1]]
-        assert (label, unit, meaning) == (metric.label, metric.unit, metric.meaning)
-        assert advice
 
 
 @pytest.mark.parametrize(

@@ -99,12 +99,6 @@ def layer_of(module, name):
     return layer, is_state
 
 
-def test_the_layers_of_the_installed_vllm_are_found():
-    names = {name for _, name in LAYERS}
-    assert len(LAYERS) > 40
-    assert {"Attention", "MLAAttention", "MambaMixer2", "DeepseekV32IndexerCache"} <= names
-
-
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
     monkeypatch.setattr(page_layout, "current_platform", SimpleNamespace(is_cpu=lambda: on_cpu))
@@ -370,29 +364,7 @@ def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
     worker.shutdown()
 
 
-def test_such_a_worker_is_heard_by_a_scheduler_that_knows_its_kind(tmp_path, monkeypatch):
-    """With pipeline stages, or layers that vLLM's scheduler is not shown, workers may know better."""
-    worker = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
-    made = manager(tmp_path)
-    root = str(tmp_path / "kv")
-    tell(monkeypatch, scheduler_side(made, root), worker.handshake, handshake(1, root=root))
-    assert made.prepare_store([KEY], ReqContext("r")).keys_to_store == []
-    made.shutdown()
-
-
 def test_negative_control_an_option_that_is_wrong_is_refused_there_too(tmp_path):
     config = whole_config(tmp_path, nonsense=1)
     with pytest.raises(ConfigError, match="option 'nonsense'"):
         FskvConnector(config, KVConnectorRole.SCHEDULER, of_unknown_kind())
-
-
-def test_inside_of_another_connector_it_is_heard_as_well(tmp_path, monkeypatch):
-    from test_vllm_multi import connector
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
-    from fskv.engines.vllm.quirks import handshakes
-
-    child = FskvConnector(whole_config(tmp_path), KVConnectorRole.WORKER, of_unknown_kind())
-    multi = connector(child)
-    monkeypatch.setattr(kv_transfer_state, "get_kv_transfer_group", lambda: multi)
-    assert handshakes(None) == [child.handshake]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import array
 import inspect
 import itertools
@@ -24,9 +23,7 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
     import torch
-    from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
@@ -55,9 +52,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-    from sglang.srt.utils.weight_checker import WeightChecker
 
     from fskv.engines.sglang import harmless, identity, server, storage
     from fskv.engines.sglang.host_pool import host_pages
@@ -468,17 +463,6 @@ def test_weights_that_change_stop_it_and_a_later_start_is_refused(make, monkeypa
         make()
 
 
-def test_each_way_to_change_weights_is_watched(make):
-    make()
-    ways = [
-        *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
-        *("load_weights_from_distributed", "begin_weight_update", "end_weight_update"),
-    ]
-    assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
-    assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
-    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")
-
-
 @pytest.mark.parametrize(
     ("tags", "stops"), [(["kv_cache"], False), (["weights"], True), (None, True)]
 )
@@ -517,12 +501,6 @@ def test_while_sglang_waits_for_its_threads_their_calls_end_at_once(make, kind):
     controller._stop_storage_threads()
     calls()
     assert found == [[True] * 10, [False] * 10, [True] * 10]
-
-
-def test_sglang_waits_longer_for_a_thread_than_a_call_takes():
-    source = inspect.getsource(HiCacheController._stop_storage_threads)
-    assert "t.join(timeout=10)" in source
-    assert identity._MAX_DEADLINE_S + 1 < 10
 
 
 # --- what is asked of SGLang --------------------------------------------------------------
@@ -668,36 +646,6 @@ def test_prompts_that_the_tree_tells_apart_have_storage_keys_of_their_own():
         names.setdefault(page, set()).add((key.extra_key, key.cache_salt, *key.token_ids))
     assert len(names) > 100
     assert all(len(facts) == 1 for facts in names.values())
-
-
-def test_an_adapter_and_an_extra_key_are_joined_without_a_mark():
-    """What docs/sglang.md says of `lora`: fskv cannot see it, because the tree's key has it, too."""
-    adapter = LoRARef.deterministic_id("name", "/path")
-
-    def names(extra_key, lora_id):
-        request = Req(
-            *("r", "", array.array("q", [1] * 4), SamplingParams()),
-            extra_key=extra_key,
-            lora_id=lora_id,
-        )
-        key = RadixKey(request.origin_input_ids, request.extra_key, cache_salt=request.cache_salt)
-        return key.child_key(SHORT_PAGE), get_storage_hash_str(key, page_size=SHORT_PAGE)[0]
-
-    assert names(adapter, None) == names(None, adapter)
-    assert names("other", None) != names(None, adapter), "the control"
-
-
-def test_negative_control_an_abstract_method_of_a_later_sglang_is_found():
-    """Every other test here makes a backend, so each of them would fail."""
-
-    class Later(HiCacheStorage):
-        @abc.abstractmethod
-        def of_tomorrow(self): ...
-
-    class Backend(storage.FskvStorage, Later): ...
-
-    with pytest.raises(TypeError, match="of_tomorrow"):
-        Backend(None)
 
 
 def test_the_injector_of_sglang_passes_all_calls_on(make, monkeypatch):

@@ -76,25 +76,10 @@ def test_a_hit_is_one_line_with_what_it_brought(logging_of):
     )
 
 
-def test_what_a_hit_saved_is_not_said_as_zero_where_it_is_not_known(logging_of):
-    unknown = [each for each in HIT if each[0] is not metrics.SAVED_SECONDS]
-    (line,) = line_of(logging_of("FskvConnector"), unknown, saved_known=False)
-    assert "requests loaded=1 (6432 tokens from files, saved: not known yet), " in line
-    (line,) = line_of(logging_of("FskvConnector"), unknown)
-    assert "(6432 tokens from files, about 0.0 s saved), " in line, (
-        "the control: known, and nothing"
-    )
-
-
 def test_failures_are_named_by_their_reason(logging_of):
     (line,) = line_of(logging_of("FskvConnector"), HIT, TROUBLE)
     assert line.endswith("stored=6 files (13.0 MiB), loads failed=2 corrupt, not stored=3 denied")
     assert len(line) < LIMIT
-
-
-def test_where_nothing_happened_the_line_says_so(logging_of):
-    (line,) = line_of(logging_of("FskvConnector"), [])
-    assert line == "KV Transfer metrics: fskv=no chunk asked for, loaded or stored"
 
 
 def test_negative_control_vllms_own_line_has_each_number(logging_of):
@@ -159,34 +144,3 @@ def test_what_came_in_a_long_prefill_is_in_the_next_line(connector, logging_of, 
     said = re.search(r"stored(?:=|_chunks=)(\d+)", line)
     assert said, line
     assert int(said[1]) == (28 if connector == "FskvConnector" else 2)
-
-
-def test_a_scheduler_tells_what_its_workers_counted_also_where_it_has_nothing_of_its_own():
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-
-    so_far = SoFar()
-    assert so_far.stamp(None, saved_known=False) is None
-    so_far.add(FskvStats(data=to_stats({(metrics.STORED_CHUNKS, ""): 3}, {}).data))
-    told = so_far.stamp(None, saved_known=False)
-    assert not told.is_empty()
-    assert told.reduce() == {"fskv so far: stored": "3 files (0.0 MiB)"}
-    assert so_far.stamp(None, saved_known=False) is None, "it was told"
-
-
-@pytest.mark.parametrize(("num_engines", "files"), [(2, 107), (1, 7)])
-def test_engines_whose_stats_vllm_adds_up_are_added(logging_of, num_engines, files):
-    """As for data parallel engines in one log. The control: of one engine the newest sums count."""
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-
-    logging = logging_of("FskvConnector")
-    for number, files_of_step in enumerate((100, 7)):
-        counters = Counters(*metrics.WORKER_COUNTERS)
-        counters.add(metrics.STORED_CHUNKS, files_of_step)
-        counters.add(metrics.STORED_BYTES, files_of_step << 20)
-        engine = SoFar()
-        engine._engine = str(number % num_engines)
-        engine.add(FskvStats(data=to_stats(counters.drain(), {}).data))
-        logging.observe(engine.stamp(None, saved_known=True).to_dict())
-    lines = []
-    logging.log(lambda words, *about: lines.append(words % about))
-    assert f"stored={files} files" in lines[0]

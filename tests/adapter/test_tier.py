@@ -31,7 +31,6 @@ with warnings.catch_warnings():
         CanonicalKVCacheRef,
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
-        CanonicalPageMapping,
         GPULoadStoreSpec,
         LookupResult,
         ReqContext,
@@ -45,9 +44,8 @@ with warnings.catch_warnings():
 
     from demo import cpu_tiering
     from fskv.data_path.job import Job
-    from fskv.engines.vllm.files import canonical_files, own_files
+    from fskv.engines.vllm.files import own_files
     from fskv.engines.vllm.identity import EngineGroup
-    from fskv.engines.vllm.manager import ChunkKeys
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.tier import FskvTier
     from fskv.engines.vllm_tier.workers import Report, combine
@@ -361,33 +359,6 @@ def test_what_cannot_be_a_row_is_refused():
         combine([overlapping], 1, 65536)
 
 
-def test_slices_of_canonical_pages_are_what_the_connector_cuts():
-    """Slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of it (vllm_files)."""
-    places = (0, 40960), (2 * 40960, 24576)
-    refs = (((0, 40000), (1, 24000)), ((0, 30000),))
-    mapped = caches(
-        placed(*places, blocks=2), refs, lambda n: CanonicalPageMapping(n, n // 2, (), 1, 0, True)
-    )
-    files = canonical_files(groups(), 2, mapped, 4, in_full=True)
-    for number, of_slice in workers.placements_of(files).items():
-        for placement, of_group in zip(of_slice, refs, strict=True):
-            spans = workers.plan_row(placement).spans  # in the payload's order, without gaps
-            found = [(span.tensor_offset, span.nbytes) for span in spans]
-            by_hand = [
-                (places[t][0] + block * places[t][1] + number * nbytes // 4, nbytes // 4)
-                for block in range(2)
-                for t, nbytes in of_group
-            ]
-            assert found == by_hand
-
-
-def test_rows_beyond_two_gib_are_found(make_rig):
-    rig = make_rig()
-    used = ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
-    (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
-    assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
-
-
 def test_workers_that_do_not_agree_refuse_to_start():
     first, beside = placed((0, 40960), (40960, 24576)), placed((65536, 40960), (106496, 24576))
     good = [report(0, first, 131072), report(1, beside, 131072)]
@@ -513,23 +484,6 @@ def test_drain_returns_while_the_disk_hangs_and_nothing_is_touched_after(make_ri
         assert read_by_hand(stored[rig.keys(1)[group]]).payload[: len(content)] == content
 
 
-@pytest.mark.parametrize("vouched", [False, True], ids=["in_doubt", "negative_control"])
-def test_a_drain_that_puts_the_weights_in_doubt_gathers_nothing_more(make_rig, vouched):
-    rig = make_rig(faults.Script(write="H*"), io_threads=2, weights_fixed=vouched)
-    for number, rows in ((2, (4, 5)), (3, (6, 7))):
-        rig.fill_rows(0, rows, seed=number)
-        rig.submit(rig.keys(number), rows, load=False)
-    rig.transport.wait_until_hanging(2)
-    returns_in_time(lambda: rig.tier.drain_jobs() or 1)
-    rig.poll()
-    assert set(rig.results) == {1, 2}, "every job has its result at once"
-    rig.rows[:] = POISON
-    rig.transport.script = faults.Script()
-    rig.transport.release()
-    wait_for(lambda: rig.poll() and rig.tier._worker.mover._runner.num_open_stores == 0)
-    assert len(rig.files()) == (4 if vouched else 2), "those that threads had gathered"
-
-
 # --- what the engine decides ------------------------------------------------------------------
 
 
@@ -549,18 +503,6 @@ def test_after_a_reset_requests_that_run_store_nothing_new_ones_do(make_rig):
     assert len(rig.files()) == 4
 
 
-def test_after_a_reset_nothing_is_done_unless_the_weights_are_vouched_for(make_rig):
-    rig = make_rig(weights_fixed=False)
-    rig.store([1])
-    rig.tier.drain_jobs()
-    later = ReqContext("later")
-    rig.tier.on_new_request(later)
-    assert rig.lookup(rig.keys(1)[0], later) is LookupResult.MISS
-    rig.tier.submit_store(TransferJob(77, rig.keys(2), np.array([2, 3], np.int32), False, later))
-    assert rig.finish(77).success
-    assert len(rig.files()) == 2
-
-
 def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(make_rig):
     rig = make_rig(events=True, locality="REMOTE")
     rig.store([1])
@@ -572,29 +514,6 @@ def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(ma
     os.unlink(rig.path(rig.keys(1)[0]))
     assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
     assert [(e.removed, list(e.keys)) for e in rig.tier.take_events()] == [(True, rig.keys(1)[:1])]
-
-
-def test_each_replica_of_an_engine_has_a_health_file_of_its_own(make_rig, tmp_path):
-    make_rig(data_parallel_index=3, health_file=str(tmp_path / "health-{rank}.json"))
-    wait_for((tmp_path / "health-3.json").exists)
-    assert not (tmp_path / "health-0.json").exists()
-
-
-def test_what_is_counted_is_declared(make_rig):
-    rig = make_rig()
-    rig.store([1])
-    rig.lookup(rig.keys(1)[0])
-    rig.lookup(rig.keys(2)[0])
-    assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
-    os.unlink(rig.path(rig.keys(1)[0]))
-    assert not rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
-    stats = rig.tier.get_stats()
-    declared = rig.tier.build_metric_definitions({})
-    assert set(stats.data["data"]) <= set(declared)
-    assert {"vllm:fskv_loaded_chunks", "vllm:fskv_load_failures"} <= set(stats.data["data"])
-    assert stats.data["data"]["vllm:fskv_loaded_chunks"] == {(): 3}
-    failures = stats.data["data"]["vllm:fskv_load_failures"]
-    assert {reason: count for reason, count in failures.items() if count} == {("absent",): 1}
 
 
 @pytest.mark.parametrize(
@@ -614,25 +533,6 @@ def test_options_are_refused_with_one_sentence(options, words):
     with pytest.raises(ConfigError, match=words) as caught:
         tier.tier_config(options)
     assert "\n" not in str(caught.value)
-
-
-def test_a_vllm_that_hides_its_workers_refuses_to_start():
-    spec, config = SimpleNamespace(), tier.tier_config({"root": "/x"})
-    with pytest.raises(ConfigError, match="cannot be used with it"):
-        workers.ask_workers(spec, config, 0, "")
-    kind, sentence = workers.report(None, "engine", config, "")
-    assert kind is ConfigError
-    assert "FskvTier cannot be used" in sentence
-
-
-def test_the_plugin_makes_module_path_unnecessary():
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-
-    from fskv.engines.vllm.plugin import register
-
-    register()
-    register()
-    assert SecondaryTierFactory.get_tier_class({"type": "FskvTier"}) is FskvTier
 
 
 # --- where the workers do not know their KV ------------------------------------------------------
@@ -685,22 +585,3 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
 
     monkeypatch.setattr(workers, "connectors", find)
     assert workers.report(None, "e", None, "") == answers[1]
-
-
-def test_a_chunk_that_is_stored_again_gets_the_time_of_then(make_rig):
-    """Also where it heads its prefix, whose last use was long ago: else it went first again."""
-    rig = make_rig()
-    rig.store([1, 2])
-    uses = rig.tier._manager._uses
-    clock = uses._clock
-    uses._clock = lambda: clock() + 3600
-    stamps = rig.tier._worker.mover._uses
-    for stamp in stamps.values():  # as if it had been then
-        stamp[:] = (int.from_bytes(stamp, "little") - 3600 * 10**9).to_bytes(8, "little")
-    files = rig.files()
-    for file in files:
-        os.unlink(file)
-    rig.tier._manager.chunks.forget()
-    rig.store([1, 2])
-    assert rig.files() == files
-    assert all(time.time() - os.stat(file).st_mtime < 600 for file in files)

@@ -220,16 +220,3 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     assert windowed.next_stored_chunk_idx == 0
     assert windowed.block_ids == ([0, 0, 0, 14] if healed else [11, 12, 13, 14])
     assert full.block_ids == [21, 22, 23, 24], "these are the request's to its end"
-
-
-def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F811
-    rig = make_rig()
-    rig.store([1])
-    for _ in range(20):
-        assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
-    rig.tier.on_request_finished(REQUEST)
-    mover = rig.tier._worker.mover
-    for kept in (mover._ending._open, mover._ending._bad, mover._news, mover._runner._jobs):
-        assert not kept
-    for kept in (rig.tier._jobs, rig.tier._requests):
-        assert not kept

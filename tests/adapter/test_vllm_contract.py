@@ -234,17 +234,6 @@ def test_every_metric_fskv_emits_is_declared_to_vllm():
     assert to_stats({}, {}) is None
 
 
-def test_the_plugin_registers_once_and_may_be_called_again():
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from fskv.engines.vllm.plugin import register
-
-    register()
-    register()
-    cls = KVConnectorFactory.get_connector_class_by_name("FskvConnector")
-    assert cls.__name__ == "FskvConnector"
-
-
 def _manager(**options):
     from fskv.config import StoreConfig
     from fskv.engines.vllm.manager import FskvHandshake, FskvManager

@@ -59,21 +59,6 @@ def _manager(*, num_ranks: int = 1, events: object = True, **options):
 # --- what is remembered ---------------------------------------------------------------------
 
 
-def test_a_chunk_is_announced_once_until_it_was_taken_back():
-    from fskv.engines.vllm.events import KvEvents
-
-    events = KvEvents()
-    events.stored(_chunk(1))
-    events.stored(_chunk(1))
-    events.removed(_chunk(2))
-    assert _taken(events.take()) == [("stored", _key(1))]
-    assert _taken(events.take()) == []
-    events.removed(_chunk(1))
-    events.removed(_chunk(1))
-    events.stored(_chunk(1))
-    assert _taken(events.take()) == [("removed", _key(1)), ("stored", _key(1))]
-
-
 def test_the_pruner_takes_back_by_the_name_of_a_file():
     from fskv.engines.vllm.events import KvEvents
 
@@ -139,15 +124,6 @@ def test_what_is_said_again_is_said_in_parts_and_only_what_is_still_there(monkey
     assert sum(what == "stored" for step in steps for what, _ in step) == (
         10 if in_a_step == 3 else 11
     )
-
-
-def test_what_was_seen_last_is_forgotten_last():
-    from fskv.engines.vllm.events import KvEvents
-
-    events = KvEvents(2)
-    for number in (1, 2, 1, 3):
-        events.stored(_chunk(number))
-    assert _taken(events.take())[-2:] == [("stored", _key(3)), ("removed", _key(2))]
 
 
 def test_events_are_kept_only_where_the_engine_publishes_them():

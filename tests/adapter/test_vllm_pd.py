@@ -161,34 +161,6 @@ def test_workers_that_disagree_are_refused_beside_another_connector_too(monkeypa
             core.start(multi(*fskv_last(scheduler_half())))
 
 
-def test_where_the_workers_cannot_be_asked_the_engine_does_not_start():
-    from fskv.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="no worker reported a namespace"):
-        scheduler_half().set_xfer_handshake_metadata_pp_aware({(0, 0): "theirs"})
-
-
-def test_each_of_two_connectors_takes_the_workers_of_its_own_root(monkeypatch):
-    """In FskvMultiConnector; its workers have a connector for each root."""
-    roots = [handshakes(), handshakes("/other")]
-    halves = [scheduler_half(), scheduler_half("/other")]
-    make = lambda own: (own, worker_half(roots[1][own.handshake.rank]))
-    core = Core(monkeypatch, make, roots[0])
-    core.start(multi(*halves))
-    for half, expected in zip(halves, roots, strict=True):
-        assert half._manager.workers == expected
-        half._manager.shutdown()
-
-
-def test_beside_a_child_without_a_handshake_it_is_the_same(monkeypatch):
-    core = Core(monkeypatch, lambda own: (Pulls(), own), handshakes())
-    half = scheduler_half()
-    ignores = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=lambda metadata: None)
-    core.start(multi(ignores, half))
-    assert half._manager.workers == handshakes()
-    half._manager.shutdown()
-
-
 @pytest.mark.parametrize("told", [True, False], ids=["told", "negative_control"])
 def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, told):
     """Block 7 was a finished request's, whose store is queued; "r" gets it, and the sibling pulls into it."""

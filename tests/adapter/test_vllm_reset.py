@@ -442,13 +442,6 @@ def test_a_reset_returns_when_the_copy_in_progress_has_ended(make_engine):
     assert engine.stored() in ({}, {1: kv[1].numpy().tobytes()})
 
 
-def test_a_reset_from_where_no_engine_is_found_says_so_and_resets(make_engine, caplog):
-    engine = make_engine(faults.Script(), weights_fixed=False)
-    assert engine.scheduler.reset_cache() is True
-    assert "cannot reach the engine's workers" in caplog.text
-    assert engine.manager.prepare_store([make_offload_key(b"k", 0)], REQUEST).keys_to_store == []
-
-
 def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):
     """vLLM hands out all of them again, and its connector would append them; what it had is gone before."""
     from fskv.engines.vllm.quirks import begin_block_lists_anew
