@@ -23,6 +23,8 @@ import settings_lab
 import world
 from settings_lab import Line, config_of, identity_of
 
+from fskv import namespace
+
 pytest.importorskip("vllm", reason="the settings are those of the installed vLLM: make test")
 pytestmark = world.VLLM
 
@@ -124,6 +126,25 @@ def test_what_a_setting_resolves_to_is_there_and_moves_the_digest(config, path):
     inside = found[1].to_manifest()
     for part in path.split("."):
         inside = inside[part]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"tenant": "somebody else"}, "tenant"), ({"weights_id": "another name"}, "weights")],
+)
+def test_an_option_of_fskv_changes_its_field_and_no_other(config, options, field):
+    changed = namespace.diff(identity_of(config), identity_of(config, **options))
+    assert {difference.path for difference in changed} == {field}
+
+
+def test_the_seed_of_block_hashes_is_the_environment_s(config, monkeypatch):
+    seen = [identity_of(config)]
+    for seed in ("7", "0", "8"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        seen.append(identity_of(config))
+        changed = namespace.diff(seen[0], seen[-1])
+        assert {difference.path for difference in changed} == {"hash_seed"}
+    assert len({one.digest for one in seen}) == len(seen)
 
 
 # Set to something else than the default, and nothing else tells it.
@@ -262,25 +283,6 @@ def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
     assert counted(config) == {"made_config.rounding"}
 
 
-def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
-    config, monkeypatch, tmp_path
-):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-    from fskv.errors import ConfigError
-    from fskv.root.root import Root
-
-    def rank(number):
-        space = Root.open(str(tmp_path), create=True).open_namespace(identity_of(config))
-        return FskvHandshake(number, 2, 4, space.path, space.digest, 0o700, 0o600, {0: 4096})
-
-    first = rank(0)
-    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
-    manager = FskvManager(StoreConfig(root=str(tmp_path), maintenance="off"), 4)
-    with pytest.raises(ConfigError, match=r"all must agree.*VLLM_MARLIN_INPUT_DTYPE"):
-        manager.set_workers([first, rank(1)])
-
-
 @pytest.mark.parametrize(
     "version", ["0.33.0", "0.99.1", "0.32.1", "0.32.0+patched", "0.34.0.dev1+g1"]
 )
@@ -407,47 +409,32 @@ def test_engines_that_differ_in_a_harmless_variable_share(config, monkeypatch, n
     assert identity_of(config).digest == before.digest
 
 
-def test_another_path_of_the_same_checkpoint_is_the_same(template, tmp_path):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.identity import build_identity
-
+def test_the_same_checkpoint_elsewhere_shares_and_other_bytes_under_its_name_do_not(
+    template, tmp_path
+):
     copied = tmp_path / "other" / os.path.basename(lab.checkpoint("llama"))
     shutil.copytree(lab.checkpoint("llama"), copied)
-    store = StoreConfig.from_mapping({"root": "/kv"})
-    one, other = (
-        build_identity(each, store, [], [], 4, 32, {})
-        for each in (template, config_of(Line({"model": str(copied), "tokenizer": str(copied)})))
-    )
-    assert one.digest == other.digest
-
-
-def start(tmp_path, name, **own):
-    """Build the identities of all lines in a process with a place, a user and a name of its own."""
-    home = tmp_path / name
-    home.mkdir()
-    home.chmod(0o777)
-    program = [sys.executable, settings_lab.__file__, json.dumps({**own, "home": str(home)})]
-    if os.geteuid() == 0 and own.get("hostname") and shutil.which("unshare"):
-        set_name = f'hostname {own["hostname"]} 2>/dev/null; exec "$@"'
-        program = ["unshare", "--uts", "sh", "-c", set_name, "sh", *program]
-    env = {
-        **os.environ, "HOME": str(home), "VLLM_HOST_IP": own["ip"], "LOCAL_RANK": str(own["rank"]),
-        "VLLM_CACHE_ROOT": str(home), "USER": own["user"], "LOGNAME": own["user"],
-    }  # fmt: skip
-    done = subprocess.run(program, cwd=home, env=env, capture_output=True, text=True, check=False)
-    found = re.search(r"^digests (.*)$", done.stdout, re.MULTILINE)
-    assert found, done.stderr[-2000:]
-    return json.loads(found[1])
+    moved = config_of(Line({"model": str(copied), "tokenizer": str(copied)}))
+    assert identity_of(moved, weights_id=None) == identity_of(template, weights_id=None)
+    weights = next(copied.glob("*.safetensors"))
+    world.damage(weights, weights.stat().st_size - 5)
+    assert identity_of(moved, weights_id=None) != identity_of(template, weights_id=None)
 
 
 def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are(tmp_path):
-    one = start(tmp_path, "a", port=8000, memory=0.3, ip="127.0.0.1", rank=0, user="one")
-    other = start(
-        tmp_path, "b", port=9111, memory=0.7, ip="127.0.0.2", rank=1, user="two", hostname="pod-7"
-    )
-    assert len(one) > 30
-    assert one == other
-    assert len(set(one)) > 10  # the control: lines that count are told apart
+    """One is this process; the other has a place, a user and ports of its own."""
+    own = {"port": 9111, "memory": 0.7, "home": str(tmp_path)}
+    env = {
+        **os.environ, "HOME": str(tmp_path), "VLLM_HOST_IP": "127.0.0.2", "LOCAL_RANK": "1",
+        "VLLM_CACHE_ROOT": str(tmp_path), "USER": "two", "LOGNAME": "two",
+    }  # fmt: skip
+    program = [sys.executable, settings_lab.__file__, json.dumps(own)]
+    done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True)
+    found = re.search(r"^digests (.*)$", done.stdout, re.MULTILINE)
+    assert found, done.stderr[-2000:]
+    here = settings_lab.digests({"port": 8000, "memory": 0.3})
+    assert json.loads(found[1]) == here
+    assert len(here) > len(set(here)) > 5  # the control: lines that count are told apart
 
 
 # --- what follows from harmless settings -------------------------------------------------------------------
