@@ -392,26 +392,6 @@ def test_series_of_two_children_are_shown_apart(static):
             assert len(lines) == len(set(lines)), (title, target["expr"])
 
 
-def test_an_alert_names_the_child_and_its_root(static):
-    """The template is a query: what is shown is what a real Prometheus made of it."""
-
-    def firing() -> dict[str | None, dict[str, str]]:
-        return {
-            alert["labels"].get("connector"): alert["annotations"]
-            for alert in static.get("alerts")["alerts"]
-            if alert["labels"]["alertname"] == "FskvCorruptChunks" and alert["state"] == "firing"
-        }
-
-    _until(lambda: len(firing()) == 3, "damage of three stores is three alerts", 60)
-    found = firing()
-    assert {child: one["root"] for child, one in found.items()} == {
-        **{child: root for root, child in CHILDREN.items()},
-        None: "/one",
-    }
-    assert "(nfs)" in found["nfs"]["summary"]
-    assert "(" not in found[None]["summary"]
-
-
 def test_a_hit_ratio_is_that_of_one_child(static):
     """One child has everything and the other nothing: every prompt is served."""
     of_child = {"nvme": 0.0, "nfs": 1.0}
