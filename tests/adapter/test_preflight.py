@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from types import SimpleNamespace
 
 import pytest
 
-from fskv.errors import ConfigError, FskvError, RootError
+from fskv.errors import ConfigError, RootError
 from fskv.kv_transfer.line import FIELDS, ROLES, SETTINGS
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -97,18 +96,6 @@ def test_a_root_that_other_nodes_have_is_not_looked_for_here(parallel):
         Configuration("FskvConnector", {**extra, "io_threads": 0}, HERE | parallel)
     with pytest.raises(RootError):
         Configuration("FskvConnector", extra)
-
-
-def test_an_error_of_permission_names_owner_mode_and_who_asks(tmp_path, monkeypatch):
-    os.chmod(tmp_path, 0o750)
-    monkeypatch.setattr("fskv.root.root._foreign_names", _denied)
-    with pytest.raises(FskvError, match=r"mode 0750; this process is uid \d+, gid \d+") as refused:
-        Configuration("FskvConnector", {"root": str(tmp_path)})
-    assert f"{tmp_path} is of uid {os.geteuid()}, gid " in str(refused.value)
-
-
-def _denied(path):
-    raise PermissionError(13, "Permission denied", f"{path}/not/to/be/seen")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import inspect
 import itertools
-import json
 import pathlib
 import tempfile
 import threading
@@ -27,7 +26,6 @@ with warnings.catch_warnings():
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
-    from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hicache_storage import (
@@ -249,15 +247,6 @@ def test_calls_that_make_no_sense_are_false_and_raise_nothing(make):
     assert backend.clear() is None
 
 
-def test_before_a_pool_is_registered_nothing_is_there(tmp_path):
-    extra = {"interface_v1": 1, "root": str(tmp_path)}
-    config = HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m", extra_config=extra)
-    backend = storage.FskvStorage(config, {})
-    assert backend.batch_exists(keys(1)) == 0
-    assert backend.batch_get_v1(keys(1), indices(0)) == [False]
-    backend.close()
-
-
 # --- hybrids: over SGLang's own host pools, because no hybrid model runs on a CPU there ------
 
 
@@ -303,16 +292,6 @@ def test_a_pool_inside_of_a_hybrids_has_the_layers_that_it_has(name):
     assert inner.layer_num == LAYERS != inner.end_layer
     pool.start_layer, pool.end_layer = inner.start_layer, inner.end_layer
     assert host_pages(pool).layers == (0, LAYERS)
-
-
-@pytest.mark.parametrize("what", [{"target_layer_num": LAYERS - 1}, {"_layer_shard_enabled": True}])
-def test_layers_of_a_draft_model_and_shards_of_layers_are_refused(what):
-    pool = host_pool(kind=MLATokenToKVPoolHost)
-    host_pages(pool)  # the control
-    for attribute, value in what.items():
-        setattr(pool, attribute, value)
-    with pytest.raises(ConfigError, match="layers of a draft model, or shards"):
-        host_pages(pool)
 
 
 def state(pool, number):
@@ -646,11 +625,3 @@ def test_prompts_that_the_tree_tells_apart_have_storage_keys_of_their_own():
         names.setdefault(page, set()).add((key.extra_key, key.cache_salt, *key.token_ids))
     assert len(names) > 100
     assert all(len(facts) == 1 for facts in names.values())
-
-
-def test_the_injector_of_sglang_passes_all_calls_on(make, monkeypatch):
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
-    backend = make()
-    assert isinstance(backend, hicache_storage.HiCacheStorageFailureInjector)
-    found = {json.dumps(backend.batch_set_v1(keys(1), indices(0))) for _ in range(30)}
-    assert "[true]" in found

@@ -314,26 +314,6 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplog):
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    from fskv.engines.vllm_multi import connector
-    from fskv.errors import ConfigError
-
-    first = Child()
-
-    def built_up_to_the_second(self, *_):
-        self._connectors = [first]
-        raise ConfigError("option 'staging_bytes': found 1")
-
-    monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
-    config = _vllm_config(_child_config("a"), _child_config("b"))
-    with pytest.raises(ConfigError, match="'staging_bytes': found 1"):
-        connector.FskvMultiConnector(config, None, None)
-    assert "fskv: option 'staging_bytes': found 1" in caplog.text
-    assert first.calls == ["shutdown"]
-
-
 # --- metrics --------------------------------------------------------------------------------
 
 
