@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import itertools
 import json
-import os
 import pathlib
 import select
 import sys
@@ -344,24 +343,6 @@ def test_the_test_that_lmcache_brings_passes(make, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("4/4") == 8, said  # absent, found, loaded, content; and the table
     assert "FAIL" not in said
-
-
-def test_its_descriptors_are_three_and_are_closed(make):
-    world = make()
-    fds = [
-        world.adapter.get_store_event_fd(),
-        world.adapter.get_lookup_and_lock_event_fd(),
-        world.adapter.get_load_event_fd(),
-    ]
-    assert len(set(fds)) == 3
-    assert world.store(keys([1]), world.objects(0)).is_successful()
-    assert world.adapter.report_status()["is_healthy"]
-    world.adapter.close()
-    world.adapter.close()
-    for fd in fds:
-        with pytest.raises(OSError):
-            os.fstat(fd)
-    assert not [t for t in threading.enumerate() if t.name.startswith("fskv-load")]
 
 
 def test_a_root_that_cannot_be_opened_costs_the_task_and_is_tried_again(make, tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -16,6 +17,29 @@ import pytest
 import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import torch
+    from vllm.config import LoadConfig
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from fskv.engines.vllm.identity import _model_extra, reuses_kv, weights_text
+    from fskv.engines.vllm.loaded import (
+        changing_methods,
+        check_unchanged,
+        checkpoint_of,
+        code_digests,
+        find_loaded,
+        loaded_files,
+    )
+    from fskv.errors import ConfigError
+    from fskv.identity.checkpoint_place import model_name
+
 pytestmark = world.VLLM
 
 
@@ -54,8 +78,6 @@ class Runner:
 @pytest.fixture
 def worker_of(monkeypatch):
     """Make vLLM's worker base class, and nothing else of a worker."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
     from fskv.engines.vllm import loaded
 
     def construct(self, vllm_config):
@@ -72,9 +94,6 @@ def worker_of(monkeypatch):
 
 
 def test_a_worker_is_found_by_its_configuration_and_only_if_it_was_noted(worker_of, checkpoint):
-    from fskv.engines.vllm.loaded import find_loaded
-    from fskv.errors import ConfigError
-
     mine, others = config_of(checkpoint), config_of(checkpoint)
     workers = [worker_of(mine), worker_of(others)]
     assert find_loaded(copy.copy(mine)).worker() is workers[0]  # a MultiConnector copies
@@ -113,9 +132,6 @@ def _turned(path):
 def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
     worker_of, checkpoint, change
 ):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
     config = config_of(checkpoint)
     worker = worker_of(config)
     loaded = find_loaded(config)
@@ -130,9 +146,6 @@ def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
 
 
 def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
     shutil.copytree(checkpoint, tmp_path / "draft")
     config = config_of(checkpoint)
     draft = SimpleNamespace(model=str(tmp_path / "draft"))
@@ -157,8 +170,6 @@ READ += ["reset_prefix_cache", "execute_model", "save_sharded_state", "compare_w
 def test_whoever_changes_weights_is_noticed_before_it_begins(
     worker_of, checkpoint, tmp_path, monkeypatch, through
 ):
-    from fskv.engines.vllm.loaded import find_loaded
-
     draft = Model()
     monkeypatch.setattr(worker_of, "get_draft_model", lambda self: draft, raising=False)
     for name in CHANGE + READ:
@@ -188,8 +199,6 @@ def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_n
     worker_of, checkpoint, monkeypatch, name
 ):
     """An engine that goes to sleep resets its connector first; who calls a worker by itself does not."""
-    from fskv.engines.vllm.loaded import find_loaded
-
     monkeypatch.setattr(worker_of, name, lambda self: None, raising=False)
     config = config_of(checkpoint)
     worker = worker_of(config)
@@ -205,13 +214,6 @@ def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_n
 
 
 def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from fskv.engines.vllm.loaded import changing_methods
-
     of_worker = set(changing_methods(Worker))
     known = {
         "load_model",
@@ -226,7 +228,6 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
     for runner in (GPUModelRunner, NewRunner):
         assert {"load_model", "reload_weights"} <= set(changing_methods(runner))
         assert "execute_model" not in changing_methods(runner)
-    import torch
 
     class Serves(torch.nn.Module):
         def apply_pooling(self, features): ...
@@ -257,8 +258,6 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
     ],
 )
 def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused):
-    from fskv.engines.vllm.identity import reuses_kv
-
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         model_config=SimpleNamespace(runner_type=runner, is_prefix_caching_supported=supported),
@@ -267,11 +266,6 @@ def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused
 
 
 def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_all_of_them_count(checkpoint):
-    from vllm.config import LoadConfig
-
-    from fskv.engines.vllm.identity import weights_text
-    from fskv.engines.vllm.loaded import loaded_files
-
     plain, path = SimpleNamespace(weights_id=None), str(checkpoint)
     model = config_of(checkpoint).model_config
 
@@ -310,10 +304,6 @@ def hub(tmp_path, checkpoint, monkeypatch):
 
 
 def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
-    from fskv.engines.vllm.identity import weights_text
-    from fskv.engines.vllm.loaded import checkpoint_of
-    from fskv.identity.checkpoint_place import model_name
-
     plain = SimpleNamespace(weights_id=None)
     offline = checkpoint_of(config_of(hub).model_config)
     load = SimpleNamespace(download_dir=str(tmp_path / "hub"))
@@ -343,8 +333,6 @@ def _through_the_link(weights):
 
 @pytest.mark.parametrize("edit", [_in_the_link_s_place, _through_the_link])
 def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
-    from fskv.engines.vllm.identity import weights_text
-
     plain = SimpleNamespace(weights_id=None)
     assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
     copied = tmp_path / "copied"
@@ -356,9 +344,6 @@ def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
 
 
 def test_a_hub_s_name_that_leads_elsewhere_after_the_load_stops_the_start(hub, worker_of, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
     config = config_of("some/llama")
     config.load_config = SimpleNamespace(download_dir=str(tmp_path / "hub"))
     worker = worker_of(config)
@@ -400,10 +385,6 @@ MODEL = "from .beside import SCALE\nclass Model: pass\n"
 
 
 def test_code_of_others_counts_by_its_source(written):
-    import torch
-
-    from fskv.engines.vllm.loaded import code_digests
-
     def digests(**changed):
         model = written("theirs", model=MODEL, **{"beside": "SCALE = 1\n", **changed})
         return code_digests([model, torch.nn.Linear(1, 1)], {"torch"})
@@ -418,7 +399,6 @@ def test_code_of_others_counts_by_its_source(written):
 
 def test_of_a_checkpoint_s_code_the_model_s_counts_wherever_the_checkpoint_lies(written):
     """What else lies there depends on which process loaded what: a tokenizer."""
-    from fskv.engines.vllm.loaded import code_digests
 
     def digests(folder="one", **changed):
         files = {"model": MODEL, "beside": "from .far import X\nSCALE = 1\n", "far": "X = 1\n"}
@@ -433,9 +413,6 @@ def test_of_a_checkpoint_s_code_the_model_s_counts_wherever_the_checkpoint_lies(
 
 
 def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypatch):
-    from fskv.engines.vllm.identity import _model_extra
-    from fskv.errors import ConfigError
-
     source = SimpleNamespace(
         model_or_path=str(checkpoint), revision=None, prefix="tower.", subfolder=None
     )

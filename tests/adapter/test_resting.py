@@ -29,12 +29,11 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import RequestStatus
 
-    from fskv.config import StoreConfig
     from fskv.engines.vllm import connector as module
     from fskv.engines.vllm import page_layout
     from fskv.engines.vllm.connector import FskvConnector
     from fskv.engines.vllm.identity import EngineGroup
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.engines.vllm.manager import FskvHandshake
     from fskv.engines.vllm.places import places_of
     from fskv.engines.vllm.spec import FskvOffloadingSpec
     from fskv.engines.vllm.worker import RestingWorker
@@ -128,17 +127,6 @@ def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
 # --- the scheduler ------------------------------------------------------------------------------
 
 
-def manager(tmp_path, **options):
-    options = {"root": str(tmp_path / "kv"), "maintenance": "off", **options}
-    return FskvManager(StoreConfig.from_mapping(options), 2)
-
-
-def handshake(rank, rests=None, root="/nowhere"):
-    if rests:
-        return FskvHandshake.resting(rank, 2, root, rests)
-    return FskvHandshake(rank, 2, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
-
-
 def scheduler_side(made, root="/nowhere"):
     connector = FskvConnector.__new__(FskvConnector)
     connector.connector_scheduler = SimpleNamespace(manager=made)
@@ -160,44 +148,43 @@ def tell(monkeypatch, scheduler, *workers):
 
 
 @pytest.mark.parametrize("resting", [(0,), (1,), (0, 1), ()])
-def test_one_rank_that_rests_is_enough_for_all(resting, tmp_path, caplog, monkeypatch):
+def test_one_rank_that_rests_is_enough_for_all(
+    resting, tmp_path, caplog, monkeypatch, make_manager, handshake
+):
     path = tmp_path / "health.json"
-    made = manager(tmp_path, health_file=str(path))
-    workers = [handshake(rank, REASON if rank in resting else None) for rank in (0, 1)]
+    made = make_manager(workers=(), root=str(tmp_path / "kv"), health_file=str(path))
+    workers = [handshake(rank, 2, rests=REASON if rank in resting else None) for rank in (0, 1)]
     workers = pickle.loads(pickle.dumps(workers))
-    try:
-        with caplog.at_level(logging.WARNING):
-            tell(monkeypatch, scheduler_side(made), *workers)
-        request = ReqContext("r")
-        said = [r.getMessage() for r in caplog.records if "event=kv_unknown" in r.getMessage()]
-        if not resting:  # the control
-            assert said == []
-            assert made.prepare_store([KEY], request).keys_to_store == [KEY]
-            return
-        assert made.lookup(KEY, request) is LookupResult.MISS
-        assert made.prepare_store([KEY], request).keys_to_store == []
-        (line,) = said
-        assert REASON in line
-        assert "neither loads nor stores" in line
-        gauges = made.get_stats().data["data"]
-        assert [*gauges["vllm:fskv_off"].values()] == [1.0]
-        wait_for(lambda: path.exists() and json.loads(path.read_text())["state"] == "stopped")
-        told = json.loads(path.read_text())
-        assert told["conditions"] == ["kv_unknown"]
-        assert REASON in told["why"][0]
-    finally:
-        made.shutdown()
+    with caplog.at_level(logging.WARNING):
+        tell(monkeypatch, scheduler_side(made), *workers)
+    request = ReqContext("r")
+    said = [r.getMessage() for r in caplog.records if "event=kv_unknown" in r.getMessage()]
+    if not resting:  # the control
+        assert said == []
+        assert made.prepare_store([KEY], request).keys_to_store == [KEY]
+        return
+    assert made.lookup(KEY, request) is LookupResult.MISS
+    assert made.prepare_store([KEY], request).keys_to_store == []
+    (line,) = said
+    assert REASON in line
+    assert "neither loads nor stores" in line
+    gauges = made.get_stats().data["data"]
+    assert [*gauges["vllm:fskv_off"].values()] == [1.0]
+    wait_for(lambda: path.exists() and json.loads(path.read_text())["state"] == "stopped")
+    told = json.loads(path.read_text())
+    assert told["conditions"] == ["kv_unknown"]
+    assert REASON in told["why"][0]
 
 
-def test_a_child_of_another_root_that_rests_turns_this_one_not_off(tmp_path, monkeypatch):
+def test_a_child_of_another_root_that_rests_turns_this_one_not_off(
+    tmp_path, monkeypatch, make_manager, handshake
+):
     """The control is above: of this root it does."""
-    made = manager(tmp_path)
-    try:
-        others = [handshake(rank, REASON, root="/elsewhere") for rank in (0, 1)]
-        tell(monkeypatch, scheduler_side(made), *others, handshake(0), handshake(1))
-        assert not made.chunks.stopped
-    finally:
-        made.shutdown()
+    made = make_manager(workers=())
+    own = [handshake(rank, 2) for rank in (0, 1)]
+    others = [FskvHandshake.resting(rank, 2, "/elsewhere", REASON) for rank in (0, 1)]
+    tell(monkeypatch, scheduler_side(made), *others, *own)
+    assert not made.chunks.stopped
 
 
 # --- a worker -----------------------------------------------------------------------------------

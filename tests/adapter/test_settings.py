@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -26,6 +27,26 @@ from settings_lab import Line, config_of, identity_of
 from fskv import namespace
 
 pytest.importorskip("vllm", reason="the settings are those of the installed vLLM: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import pkgutil
+    from importlib.metadata import EntryPoint
+
+    import torch
+    import vllm
+    from vllm import config as of_vllm
+    from vllm import envs
+    from vllm.config import CompilationConfig
+    from vllm.config.lora import LoRAConfig
+    from vllm.platforms import current_platform
+
+    from fskv._version import VLLM_TESTED
+    from fskv.engines.vllm import harmless, identity, settings
+    from fskv.engines.vllm.loaded import Loaded
+    from fskv.engines.vllm.settings import counting_settings
+    from fskv.errors import ConfigError, RestError
+
 pytestmark = world.VLLM
 
 
@@ -39,8 +60,6 @@ def neutral_environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def template():
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cpu():
         pytest.skip("vLLM's platform is not a CPU")
     return config_of(Line())
@@ -62,8 +81,6 @@ def put(config, path, value):
 
 
 def part_of(name):
-    from vllm import config as of_vllm
-
     return {
         "lora_config": of_vllm.LoRAConfig,
         "multimodal_config": of_vllm.MultiModalConfig,
@@ -74,7 +91,6 @@ def part_of(name):
 
 def counted(config):
     """Return the paths below the identity's settings, without their values."""
-    from fskv.engines.vllm.settings import counting_settings
 
     def leaves(tree, path):
         for name, value in tree.items():
@@ -251,7 +267,6 @@ def test_a_field_of_a_later_vllm_splits_by_itself(config, part):
 
 def test_with_the_rule_inverted_a_field_of_a_later_vllm_does_not_split(config, monkeypatch):
     """The control: only what a list names as harmful would count."""
-    from fskv.engines.vllm import settings
 
     class Inverted:
         def __contains__(self, name):
@@ -270,8 +285,6 @@ def test_with_the_rule_inverted_a_field_of_a_later_vllm_does_not_split(config, m
     "version", ["0.33.0", "0.99.1", "0.32.1", "0.32.0+patched", "0.34.0.dev1+g1"]
 )
 def test_another_version_of_vllm_has_a_namespace_of_its_own(config, monkeypatch, version):
-    from fskv.engines.vllm import identity
-
     before = identity_of(config)
     monkeypatch.setattr(identity, "vllm_version", version)
     assert identity_of(config).digest != before.digest
@@ -280,11 +293,6 @@ def test_another_version_of_vllm_has_a_namespace_of_its_own(config, monkeypatch,
 @pytest.mark.parametrize(("kv_of_draft", "splits"), [("model.layers.2", True), ("none", False)])
 def test_a_draft_splits_where_it_has_kv_of_its_own(config, kv_of_draft, splits):
     """A Medusa head has none, so the files are those of the model alone."""
-    import torch
-    from vllm.config import CompilationConfig
-
-    from fskv.engines.vllm.loaded import Loaded
-
     layers = {f"model.layers.{i}": torch.nn.Linear(1, 1) for i in range(3)}
     draft = torch.nn.Sequential(torch.nn.Linear(1, 1), layers.get(kv_of_draft, torch.nn.ReLU()))
     compilation = CompilationConfig()
@@ -432,8 +440,6 @@ def derived(config):
     [(32768, {}, False), (65536, {}, True), (1024, {"attn_temperature_tuning": True}, True)],
 )
 def test_the_temperature_of_llama_4_s_attention_is_told(config, length, generation, tuned):
-    from fskv.engines.vllm.settings import counting_settings
-
     put(config, "model_config.hf_text_config.model_type", "llama4_text")
     put(config, "model_config.max_model_len", length)
     put(config, "model_config.override_generation_config", generation)
@@ -447,8 +453,6 @@ def test_a_processor_that_sizes_images_by_the_context_is_told(config, name):
 
 
 def test_scales_of_an_encoder_are_told_by_the_content_of_their_file(config, tmp_path):
-    from fskv.errors import ConfigError, RestError
-
     found = []
     put(config, "model_config.multimodal_config.mm_encoder_attn_dtype", "fp8")
     with pytest.raises(ConfigError, match="option 'mm_encoder_fp8_scale_path': found none"):
@@ -481,9 +485,6 @@ def test_images_computed_in_pieces_are_told_where_that_changes_them(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config, dtype):
     """KV of adapters differed by 3 %, and tokens with it; vLLM makes "auto" the model's dtype."""
-    import torch
-    from vllm.config.lora import LoRAConfig
-
     config.lora_config = LoRAConfig(lora_dtype=dtype)
     config.lora_config.verify_with_model_config(config.model_config)
     assert counted(config) == {"derived.lora_dtype"}
@@ -496,8 +497,6 @@ def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config,
 def test_packages_with_kernels_count_with_their_versions_for_quantised_models_only(
     config, monkeypatch
 ):
-    from fskv.engines.vllm import settings
-
     monkeypatch.setattr(settings, "has_flashinfer", lambda: True)
     for name in ("has_aiter", "has_deep_gemm", "has_humming"):
         monkeypatch.setattr(settings.import_utils, name, lambda name=name: name == "has_deep_gemm")
@@ -531,10 +530,6 @@ def test_what_chooses_the_kernel_of_quantised_experts_is_told(
 def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them(
     config, monkeypatch
 ):
-    from importlib.metadata import EntryPoint
-
-    from fskv.engines.vllm import settings
-
     def entry_points(group):
         if group != "vllm.general_plugins":
             return []
@@ -561,12 +556,6 @@ def test_the_partition_of_a_pipeline_counts(config, monkeypatch):
 
 def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
     """A name that vLLM no longer has may come back with another meaning."""
-    import vllm
-    from vllm import envs
-
-    from fskv._version import VLLM_TESTED
-    from fskv.engines.vllm import harmless
-
     if not vllm.__version__.startswith(f"{VLLM_TESTED}."):
         pytest.skip("the list is held against the version that all tests run with")
     fields = {field.name for kind in config_classes() for field in dataclasses.fields(kind)}
@@ -588,8 +577,6 @@ def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
 
 
 def config_classes():
-    import pkgutil
-
     import vllm.config
 
     for module in pkgutil.iter_modules(vllm.config.__path__):

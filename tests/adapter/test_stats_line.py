@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from fskv.observe import metrics
 from fskv.observe.metrics import Counters
+
+pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+    from vllm.v1.metrics import loggers
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+    from fskv.engines.vllm.plugin import register
+
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -17,11 +30,6 @@ LIMIT = 400  # characters
 
 @pytest.fixture
 def logging_of():
-    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-
-    from fskv.engines.vllm.plugin import register
-
     def make(connector):
         register()
         return KVConnectorLogging(
@@ -33,8 +41,6 @@ def logging_of():
 
 def line_of(logging, *counted, saved_known=True):
     """Return what vLLM's own logger makes of an interval with these stats."""
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-
     so_far = SoFar()
     every = (*metrics.SCHEDULER_COUNTERS, *metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS)
     for amounts in counted:
@@ -92,8 +98,6 @@ class _Idle:
     """vLLM's own logger of an engine, and what of its lines is seen at level INFO."""
 
     def __init__(self, kv_connector, monkeypatch):
-        from vllm.v1.metrics import loggers
-
         config = SimpleNamespace(
             model_config=None,
             kv_transfer_config=SimpleNamespace(
@@ -111,8 +115,6 @@ class _Idle:
 
     def interval(self, stats, num_tokens):
         """Ten seconds in which these stats came, and requests went on by so many tokens."""
-        from vllm.v1.metrics.stats import SchedulerStats
-
         if stats is not None:
             self._logger.record(SchedulerStats(kv_connector_stats=stats.to_dict()), None)
         self._logger.num_generation_tokens = num_tokens
@@ -123,8 +125,6 @@ class _Idle:
 @pytest.mark.parametrize("connector", ["FskvConnector", "OffloadingConnector"])
 def test_what_came_in_a_long_prefill_is_in_the_next_line(connector, logging_of, monkeypatch):
     """vLLM forgets what it logs at DEBUG. The control: its own line has the last interval's alone."""
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-
     logging_of(connector)
     logger = _Idle(connector, monkeypatch)
     so_far = SoFar()

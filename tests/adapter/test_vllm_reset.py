@@ -10,7 +10,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from world import VLLM, make_identity, read_by_hand, returns_in_time, wait_for
+from world import VLLM, read_by_hand, returns_in_time, wait_for
 
 from faults import transport as faults
 
@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
     import torch
+    from one_group import PAGE, worker_of
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
@@ -41,9 +42,6 @@ with warnings.catch_warnings():
         OffloadingConnector,
     )
     from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
         GPULoadStoreSpec,
         OffloadingKVEventsConfig,
         ReqContext,
@@ -54,13 +52,8 @@ with warnings.catch_warnings():
     from fskv.config import StoreConfig
     from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm.files import own_files
-    from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvManager, to_chunk
     from fskv.engines.vllm.metrics import SoFar
-    from fskv.engines.vllm.worker import FskvWorker
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.root.root import Root
 
 pytestmark = VLLM
 
@@ -149,7 +142,6 @@ def test_a_request_that_a_reset_preempts_and_that_loads_in_the_same_step_is_no_e
 # --- the engine gives its KV up -----------------------------------------------------------------
 
 POISON = 0x5A
-PAGE = 8192
 REQUEST = ReqContext("r")
 
 
@@ -197,24 +189,8 @@ class Engine:
         os.makedirs(root)
         options = {"root": str(root), "maintenance": "off", "io_threads": 2, **options}
         config = StoreConfig.from_mapping(options)
-        group = EngineGroup(GroupSpec(0, GroupKind.FULL, 16, None), "full", PAGE, ("layer",))
         self.kv = torch.randint(-128, 128, (64, PAGE), dtype=torch.int8)
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self.kv, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
-        )
-
-        def open_namespace():
-            return Root.open(config.root, create=True).open_namespace(make_identity())
-
-        self.worker = FskvWorker(
-            config,
-            [group],
-            own_files([group], 1, caches, None),
-            open_namespace(),
-            restore=open_namespace,
-            rank=0,
-            world_size=1,
-        )
+        self.worker = worker_of(config, self.kv)
         self.manager = FskvManager(config, 1)
         self.manager.set_workers([self.worker.handshake])
         self.grants = self.manager.chunks.capacity = Grants()
