@@ -112,19 +112,6 @@ def _caches(mapping, page_nbytes: int):
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page_nbytes)], [[ref]])
 
 
-def test_the_views_of_a_rank_are_its_slices():
-    mapping = _mappings(2, 4)[1]
-    caches = _caches(mapping, mapping.local_page_size_bytes)
-    files = canonical_files([_group()], 2, caches, 4)
-    assert files.file_ranks == (2, 3)
-    for number, view, layouts in zip(files.file_ranks, files.tensors, files.layouts, strict=True):
-        at = slice_offsets(mapping, 4)[number]
-        nbytes = mapping.canonical_page_size_bytes // 4
-        assert torch.equal(view, caches.tensors[0].tensor[:, at : at + nbytes])
-        assert layouts[0].pages[0].nbytes == nbytes
-        assert view.stride(0) == mapping.local_page_size_bytes
-
-
 def test_a_layer_that_vllm_does_not_certify_is_refused():
     mapping = _mappings(1, 4)[0]
     for bad in (None, replace(mapping, parallelism_agnostic=False)):

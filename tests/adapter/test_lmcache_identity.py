@@ -240,7 +240,8 @@ def test_a_short_hash_is_refused_and_rank_and_salt_are_in_the_name():
     plain = chunk_of(key())
     assert plain.key_hash == b"h" * 32
     others = [key(cache_salt="a"), key(kv_rank=0x02000200), key(kv_rank=0x02010201)]
-    assert len({plain, *map(chunk_of, others)}) == 4
+    others.append(key(cache_salt="a 02000200"))  # neither can be mistaken for the other
+    assert len({plain, *map(chunk_of, others)}) == 5
 
 
 def test_a_configuration_of_mistrals_own_is_looked_at_for_media(checkpoint):

@@ -157,33 +157,19 @@ def test_what_another_engine_has_computed_is_never_stored(sibling, stores, taken
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_tier_does_not_store_it_either(stores):
-    tier = {"type": "FskvTier", "root": "/a", **({} if stores else {"store": False})}
-    children = [nixl("kv_consumer"), other(secondary_tiers=[tier])]
-    if stores:
-        with pytest.raises(ConfigError, match=r"connectors\[1\].secondary_tiers\[0\].store"):
-            check_stored(children)
-    else:
-        check_stored(children)
-
-
-@pytest.mark.parametrize("stores", [True, False])
-def test_a_tier_beside_another_ones_files_does_not_store(stores):
+    """Beside a connector that pulls, and beside a tier with files of its own."""
     ours_too = {"type": "FskvTier", "root": "/a", **({} if stores else {"store": False})}
+    beside = [nixl("kv_consumer"), other(secondary_tiers=[ours_too])]
     tiers = [{"type": "fs", "root_dir": "/x"}, ours_too]
-    transfer = other(spec_name="TieringOffloadingSpec", secondary_tiers=tiers)
-    if stores:
-        with pytest.raises(ConfigError, match=r"secondary_tiers\[1\].store.*the tier fs"):
-            stores_of(transfer)
-    else:
-        stores_of(transfer)
-
-
-def test_two_of_ours_need_our_own_connector_around_them():
-    """In vLLM's neither hears which blocks a load of the other one overwrites."""
-    two = [ours("/a"), ours("/b")]
-    with pytest.raises(ConfigError, match="need FskvMultiConnector above them"):
-        stores_of(other("MultiConnector", connectors=two))
-    assert len(stores_of(other("FskvMultiConnector", connectors=two))) == 2
+    behind = other(spec_name="TieringOffloadingSpec", secondary_tiers=tiers)
+    if not stores:
+        check_stored(beside)
+        stores_of(behind)
+        return
+    with pytest.raises(ConfigError, match=r"connectors\[1\].secondary_tiers\[0\].store"):
+        check_stored(beside)
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[1\].store.*the tier fs"):
+        stores_of(behind)
 
 
 def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_read():

@@ -391,14 +391,6 @@ def test_a_pool_that_is_not_there_or_has_no_policy_of_ours_restores_nothing(make
     assert backend.batch_get_v2([transfer(PoolName.SWA, want)]) == {PoolName.SWA: [False, False]}
 
 
-def test_a_hybrid_and_a_model_without_its_other_pools_do_not_share(make):
-    pool = host_pool()
-    plain, hybrid = make(pool), make(pool, beside={PoolName.SWA: host_pool()})
-    assert all(plain.batch_set_v1(keys(2), indices(0, 1)))
-    assert hybrid.batch_exists(keys(2)) == 0
-    assert make(pool).batch_exists(keys(2)) == 2, "the control"
-
-
 @pytest.mark.parametrize("name", [PoolName.INDEXER, PoolName.DRAFT, PoolName.DEEPSEEK_V4_C4])
 def test_other_pools_are_refused_in_one_sentence(make, name):
     with pytest.raises(ConfigError, match=rf"beside its KV \({name}\)") as refusal:
@@ -413,14 +405,6 @@ def test_states_that_are_kept_elsewhere_are_refused(make):
         make(beside={PoolName.MAMBA: odd})
     with pytest.raises(ConfigError, match="found 'layer_first', expected one of page_first, "):
         make(beside={PoolName.MAMBA: state_pool(layout="layer_first")})
-
-
-def test_a_pool_that_comes_later_stops_it(make):
-    backend = make()
-    assert all(backend.batch_set_v1(keys(2), indices(0, 1)))
-    assert backend.batch_exists(keys(2)) == 2, "the control"
-    backend.register_mem_host_pool_v2(host_pool(), PoolName.MAMBA)  # later: it cannot be refused
-    assert backend.batch_exists(keys(2)) == 0
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make):
@@ -504,24 +488,6 @@ def test_every_argument_that_is_left_out_of_the_identity_is_one_of_the_servers()
         assert name in known or (start != name and any(one.startswith(start) for one in known)), (
             name
         )
-
-
-def test_the_chain_of_page_hashes_holds_tokens_parent_and_namespace():
-    """What the identity leaves to SGLang's keys."""
-    plain = keys(3)
-    assert keys(2) == plain[:2]
-    assert not set(keys(3, seed=7)) & set(plain), "the first token is in all of them"
-    salted = SimpleNamespace(extra_key="adapter", cache_salt=None)
-    seed = hicache_seed(salted)
-    assert seed != hicache_seed(SimpleNamespace(extra_key=None, cache_salt="adapter"))
-    assert get_storage_hash_str([0, *range(1, PAGE)], seed, page_size=PAGE) != plain[:1]
-    assert all(len(bytes.fromhex(key)) == 32 for key in plain)
-
-
-def hicache_seed(key):
-    from sglang.srt.mem_cache.utils import storage_namespace_seed
-
-    return storage_namespace_seed(key.extra_key, key.cache_salt)
 
 
 # --- under which key SGLang's tree found KV, and under which it is stored ----------------------

@@ -11,8 +11,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
+from toy_engine import PAGE_NBYTES, identity
 
 from fskv.config import StoreConfig
+from fskv.engines.prometheus import Publisher
 from fskv.engines.sglang.harmless import HARMLESS_VARIABLES, VARIABLES
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
@@ -24,6 +27,8 @@ from fskv.engines.sglang.identity import (
 )
 from fskv.errors import ConfigError, RestError
 from fskv.identity.rules import environment
+from fskv.offload import BlockingStore, KvStore, Page
+from fskv.types import ChunkId
 
 torch = pytest.importorskip("torch", reason="host pools are torch tensors: make test")
 
@@ -129,6 +134,9 @@ class MHATokenToKVPoolHost:
         pieces = 2 * self.layer_num if self.layout == "layer_first" else 2
         nbytes = 2 * self.layer_num * self.page_size * self.token_nbytes // pieces
         return addresses, [nbytes] * len(addresses)
+
+
+CHUNK = ChunkId(bytes(32), 0)
 
 
 @pytest.fixture
@@ -499,6 +507,22 @@ def test_latents_beside_pools_of_ranks_are_refused(derive):
     with pytest.raises(ConfigError, match="expected --tp-size 1"):
         derive(ranks=shared, beside={"swa": MHATokenToKVPoolHost()})
     derive(ranks=shared)  # the control
+
+
+def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
+    memory = bytearray(PAGE_NBYTES)
+    config = StoreConfig(root=str(tmp_path), maintenance="off")
+    one_block = dataclasses.replace(identity("toy"), blocks_per_chunk=1)
+    store = BlockingStore(KvStore(config, one_block, {0: [memoryview(memory)]}), PAGE_NBYTES)
+    publisher = Publisher("sglang", {"tp_rank": "3"})
+    assert store.store([Page(CHUNK, 0)]) == [True]
+    publisher.publish(store)
+    publisher.publish(store, now=True)  # nothing is counted twice
+    store.close()
+    text = generate_latest().decode()
+    assert 'sglang:fskv_stored_chunks_total{tp_rank="3"} 1.0' in text
+    assert 'sglang:fskv_lookup_misses_total{reason="absent",tp_rank="3"} 0.0' in text
+    assert 'sglang:fskv_known_chunks{tp_rank="3"} 1.0' in text
 
 
 def told(variables):

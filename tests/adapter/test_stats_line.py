@@ -144,3 +144,13 @@ def test_what_came_in_a_long_prefill_is_in_the_next_line(connector, logging_of, 
     said = re.search(r"stored(?:=|_chunks=)(\d+)", line)
     assert said, line
     assert int(said[1]) == (28 if connector == "FskvConnector" else 2)
+
+
+def test_a_scheduler_tells_what_its_workers_counted_also_where_it_has_nothing_of_its_own():
+    so_far = SoFar()
+    assert so_far.stamp(None, saved_known=False) is None
+    so_far.add(FskvStats(data=to_stats({(metrics.STORED_CHUNKS, ""): 3}, {}).data))
+    told = so_far.stamp(None, saved_known=False)
+    assert not told.is_empty()
+    assert told.reduce() == {"fskv so far: stored": "3 files (0.0 MiB)"}
+    assert so_far.stamp(None, saved_known=False) is None, "it was told"

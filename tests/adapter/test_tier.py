@@ -19,12 +19,12 @@ from faults import transport as faults
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, placed, report
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-    )
+    from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, caches, groups, placed, report
+    from vllm.v1.kv_offload.base import CanonicalPageMapping, LookupResult, ReqContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from fskv.data_path.job import Job
+    from fskv.engines.vllm.files import canonical_files
     from fskv.engines.vllm_tier import tier, workers
     from fskv.engines.vllm_tier.workers import combine
     from fskv.errors import ConfigError, RestError
@@ -83,12 +83,24 @@ def test_a_tier_that_only_loads_changes_nothing(make_rig, tmp_path, monkeypatch)
     assert read_only.look(writer.root) != before, "the control"
 
 
-def test_what_cannot_be_a_row_is_refused():
-    with pytest.raises(ValueError, match="stride"):
-        report(0, placed((0, 39999), (40960, 24576)), 65536)
-    overlapping = report(0, placed((0, 40960), (39999, 24576)), 65536)
-    with pytest.raises(ConfigError, match="overlap"):
-        combine([overlapping], 1, 65536)
+def test_slices_of_canonical_pages_are_what_the_connector_cuts():
+    """Slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of it (vllm_files)."""
+    places = (0, 40960), (2 * 40960, 24576)
+    refs = (((0, 40000), (1, 24000)), ((0, 30000),))
+    mapped = caches(
+        placed(*places, blocks=2), refs, lambda n: CanonicalPageMapping(n, n // 2, (), 1, 0, True)
+    )
+    files = canonical_files(groups(), 2, mapped, 4, in_full=True)
+    for number, of_slice in workers.placements_of(files).items():
+        for placement, of_group in zip(of_slice, refs, strict=True):
+            spans = workers.plan_row(placement).spans  # in the payload's order, without gaps
+            found = [(span.tensor_offset, span.nbytes) for span in spans]
+            by_hand = [
+                (places[t][0] + block * places[t][1] + number * nbytes // 4, nbytes // 4)
+                for block in range(2)
+                for t, nbytes in of_group
+            ]
+            assert found == by_hand
 
 
 def test_workers_that_do_not_agree_refuse_to_start():
@@ -235,6 +247,18 @@ def test_after_a_reset_requests_that_run_store_nothing_new_ones_do(make_rig):
     assert len(rig.files()) == 4
 
 
+def test_after_a_reset_nothing_is_done_unless_the_weights_are_vouched_for(make_rig):
+    rig = make_rig(weights_fixed=False)
+    rig.store([1])
+    rig.tier.drain_jobs()
+    later = ReqContext("later")
+    rig.tier.on_new_request(later)
+    assert rig.lookup(rig.keys(1)[0], later) is LookupResult.MISS
+    rig.tier.submit_store(TransferJob(77, rig.keys(2), np.array([2, 3], np.int32), False, later))
+    assert rig.finish(77).success
+    assert len(rig.files()) == 2
+
+
 def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(make_rig):
     rig = make_rig(events=True, locality="REMOTE")
     rig.store([1])
@@ -270,6 +294,15 @@ def test_options_are_refused_with_one_sentence(options, words):
 # --- where the workers do not know their KV ------------------------------------------------------
 
 
+def test_a_vllm_that_hides_its_workers_refuses_to_start():
+    spec, config = SimpleNamespace(), tier.tier_config({"root": "/x"})
+    with pytest.raises(ConfigError, match="cannot be used with it"):
+        workers.ask_workers(spec, config, 0, "")
+    kind, sentence = workers.report(None, "engine", config, "")
+    assert kind is ConfigError
+    assert "FskvTier cannot be used" in sentence
+
+
 def test_where_a_worker_does_not_know_its_kv_the_tier_rests(tmp_path, monkeypatch, caplog):
     def rests(*_):
         raise RestError("KV layer l.7: nobody knows")
@@ -288,6 +321,7 @@ def test_where_a_worker_does_not_know_its_kv_the_tier_rests(tmp_path, monkeypatc
         assert not loaded.success
         rig.tier.on_schedule_end(STEP)
         data = rig.tier.get_stats().data["data"]
+        assert set(data) <= set(rig.tier.build_metric_definitions({}))
         assert [*data["vllm:fskv_off"].values()] == [1.0]
         rig.tier.drain_jobs()
     finally:

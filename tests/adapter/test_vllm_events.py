@@ -63,15 +63,6 @@ def _taken(events) -> list[tuple[str, bytes]]:
 # --- what is remembered ---------------------------------------------------------------------
 
 
-def test_the_pruner_takes_back_by_the_name_of_a_file():
-    events = KvEvents()
-    for number in range(4):
-        events.stored(_chunk(number, group_idx=number % 2))
-    list(events.take())
-    events.removed_names([_name(1, 1), _name(2, 1), _name(9), _name(2, 0)])
-    assert _taken(events.take()) == [("removed", _key(1, 1)), ("removed", _key(2, 0))]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_router_believes_only_what_can_be_taken_back(seed):
     rng = random.Random(seed)

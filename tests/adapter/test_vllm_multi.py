@@ -40,8 +40,9 @@ with warnings.catch_warnings():
     from fskv.engines.vllm.connector import FskvConnector
     from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
     from fskv.engines.vllm.plugin import register
+    from fskv.engines.vllm_multi import connector as module
     from fskv.engines.vllm_multi.connector import FskvMultiConnector, _check_whole_chunks, _real
-    from fskv.engines.vllm_multi.metrics import OWN, stats_id
+    from fskv.engines.vllm_multi.metrics import OWN, _sharing, stats_id
     from fskv.errors import ConfigError
     from fskv.kv_transfer.multi import ChildConfig, check_roots
     from fskv.observe import metrics
@@ -191,6 +192,33 @@ def test_the_child_with_the_most_by_weight_is_loaded_from(tokens, weights, found
         assert multi._requests_to_connector == {}
 
 
+def test_a_silent_child_of_vllms_kind_has_whole_chunks_at_most():
+    class Silent(OffloadingConnector):
+        def __init__(self, *, partial):
+            groups = [SimpleNamespace(tokens_per_chunk=size) for size in (16, 64)]
+            self.connector_scheduler = SimpleNamespace(
+                config=SimpleNamespace(
+                    supports_partial_tail=partial, tokens_per_hash=16, kv_group_configs=groups
+                )
+            )
+
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            return None, False
+
+    for partial, tokens, waits in (
+        (False, 64, False),
+        (False, 63, True),
+        (True, 95, True),
+        (True, 96, False),
+    ):
+        multi = connector(Silent(partial=partial), Child(tokens))
+        answer = multi.get_num_new_matched_tokens(request(num_tokens=100), 0)
+        assert answer == ((None, False) if waits else (tokens, True))
+    # Of these the engine itself has all but 16 tokens.
+    multi = connector(Silent(partial=True), Child(16))
+    assert multi.get_num_new_matched_tokens(request(num_tokens=100), 80) == (16, True)
+
+
 def test_the_wait_for_a_silent_child_ends_and_is_counted_once():
     multi = connector(Child(None), Child(32), lookup_timeout_s=0.05)
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
@@ -202,6 +230,42 @@ def test_the_wait_for_a_silent_child_ends_and_is_counted_once():
     assert counts == {("fskv_multi_given_up", "child0"): 1, ("fskv_multi_loads", "child1"): 1}
     # After a preemption it may wait again.
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+
+
+def test_a_child_that_answers_after_all_is_not_counted_as_given_up():
+    silent, other = Child(None), Child(32)
+    multi = connector(silent, other, lookup_timeout_s=0.0)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (32, True)
+    silent.tokens = other.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
+    multi.update_state_after_alloc(request(), None, 0)
+    assert multi._counters.drain() == {}
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_with_nothing_elsewhere_one_of_ours_ends_the_wait_itself_and_another_is_given_up(
+    monkeypatch, is_ours
+):
+    """Also for a load of the same tokens: to go on would compute them again."""
+    monkeypatch.setattr(module, "FskvConnector", Child if is_ours else int)
+    silent = Child(None)
+    multi = connector(silent, Child(0), lookup_timeout_s=0.01)
+    assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
+    time.sleep(0.12)
+    expected = (None, False) if is_ours else (0, False)
+    assert multi.get_num_new_matched_tokens(request(), 0) == expected
+    silent.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
+
+
+def test_a_choice_of_before_is_forgotten_when_the_child_has_nothing_any_more():
+    child = Child(96)
+    multi = connector(child)
+    multi.get_num_new_matched_tokens(request(), 0)
+    child.tokens = 0
+    assert multi.get_num_new_matched_tokens(request(), 0) == (0, False)
+    assert multi._requests_to_connector == {}
+    assert multi.get_loaded_kv_cache_group_ids(request()) == ()
 
 
 def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
@@ -317,6 +381,23 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
 # --- metrics --------------------------------------------------------------------------------
 
 
+def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplog):
+    from fskv.engines.vllm_multi import connector
+
+    first = Child()
+
+    def built_up_to_the_second(self, *_):
+        self._connectors = [first]
+        raise ConfigError("option 'staging_bytes': found 1")
+
+    monkeypatch.setattr(MultiConnector, "__init__", built_up_to_the_second)
+    config = _vllm_config(_child_config("a"), _child_config("b"))
+    with pytest.raises(ConfigError, match="'staging_bytes': found 1"):
+        connector.FskvMultiConnector(config, None, None)
+    assert "fskv: option 'staging_bytes': found 1" in caplog.text
+    assert first.calls == ["shutdown"]
+
+
 def _vllm_config(*children):
     outer = KVTransferConfig(
         kv_connector="FskvMultiConnector",
@@ -382,6 +463,21 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
     assert value("vllm:kv_offload_load_bytes_total", connector="a") == 10
     assert value("vllm:kv_offload_load_bytes_total", connector="pool") == 30
     assert value("vllm:fskv_multi_loads_total", connector="b") == 5
+
+
+def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
+    defined, made = [], {}
+
+    def gauge(**definition):
+        defined.append(definition)
+        return definition
+
+    for child, labels in ((0, ["a"]), (1, ["b"]), (2, ["a"])):
+        _sharing(gauge, made, child)(name="info", documentation="", labelnames=labels)
+    assert [(each["name"], each["labelnames"]) for each in defined] == [
+        ("info", ["a"]),
+        ("info_connector1", ["b"]),
+    ]
 
 
 def test_under_vllms_own_connector_the_children_collide():

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from test_vllm_reset import scheduler_with, step
+    from scheduler_half import scheduler_with, step
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 

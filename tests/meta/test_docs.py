@@ -25,7 +25,7 @@ from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import FileLayout
 from fskv.kv_transfer.line import LESS, REFUSED
-from fskv.kv_transfer.multi import stores_of
+from fskv.kv_transfer.multi import MultiConfig, stores_of
 from fskv.root.root import NamespaceDir
 from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
@@ -97,6 +97,9 @@ def check_json_line(text: str) -> None:
     assert len(lines) == len(
         re.findall(r"^vllm serve MODEL --shutdown-timeout 10 ", text, re.MULTILINE)
     )
+    for block in fenced(text, "json"):
+        if "connectors" in block:
+            MultiConfig.from_mapping(json.loads(block)["kv_connector_extra_config"])
     for line in lines:
         transfer = json.loads(line)
         assert transfer["kv_role"] == "kv_both"

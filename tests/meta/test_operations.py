@@ -22,13 +22,12 @@ import zipfile
 import pytest
 import yaml
 from places import REPOSITORY
-from test_docs import fenced, text_of
+from test_docs import text_of
 from token_server import TokenServer, make_tokenizer
 from tool_lab import Lab, run
 from world import wait_for
 
 from fskv.config import StoreConfig
-from fskv.kv_transfer.multi import MultiConfig
 from fskv.observe.health_file import HealthFile
 
 PAGE = text_of("docs/operations.md")
@@ -246,17 +245,6 @@ def test_the_readiness_command_asks_the_health_file(state, age_s, ready, tmp_pat
     here = command.replace("/run/fskv/", "").replace("python3", shlex.quote(sys.executable))
     done = subprocess.run(here, shell=True, cwd=tmp_path, capture_output=True)
     assert done.returncode == (0 if ready else 1), done.stderr
-
-
-def test_configurations_with_several_children_in_vllm_md_are_ones():
-    found = [json.loads(block) for block in fenced(text_of("docs/vllm.md"), "json")]
-    for transfer in found:
-        assert transfer["kv_connector"] == "FskvMultiConnector"
-        children = MultiConfig.from_mapping(transfer["kv_connector_extra_config"]).connectors
-        assert children[0].load_weight > children[1].load_weight
-        for child in children:
-            if child.transfer["kv_connector"] == "FskvConnector":
-                StoreConfig.from_mapping(child.transfer["kv_connector_extra_config"])
 
 
 def test_engines_of_kubernetes_have_options_that_fskv_takes():

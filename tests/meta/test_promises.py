@@ -116,10 +116,8 @@ DOCTORS = {
     "a control's name": lambda line: "::test_no_".join(line.rsplit("::test_", 1)),
     "a place": lambda line: line.replace("\ttest", "\tslow"),
     "a promise": lambda line: line.replace("\t", "\tsometimes ", 1),
-    "nothing": lambda line: "\t".join([*line.split("\t")[:2], "MISSING", "none", "-"]),
     "twice": lambda line: f"{line}\n{line}",
     "a mutant that is not there": with_control("mutant `no-such-mutant`"),
-    "same test, no words": with_control("same test: "),
     "the test itself": lambda line: line.replace(line.split("\t")[3], line.split("\t")[2]),
 }
 
@@ -151,9 +149,7 @@ SLOW = "pytest.param(2, marks=pytest.mark.slow)"
         ("test", f"@pytest.mark.parametrize('a', [1, {SLOW}])"),
         ("test", "@on('llama', slow=('lfm2',))"),
         ("slow", f"@pytest.mark.parametrize('a', [{SLOW}])"),
-        ("slow", "@on(slow=('lfm2',))"),
         ("slow", "@pytest.mark.slow"),
-        ("shared_fs", "pytestmark = pytest.mark.shared_fs"),
     ],
 )
 def test_the_place_of_a_test_is_that_of_its_marks(where, marks):

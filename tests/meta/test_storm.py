@@ -85,8 +85,16 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["native", "host-buffered"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "transport"),
+    [
+        *((moment, "native") for moment in MOMENTS),
+        *(
+            (moment, "host-buffered")
+            for moment in ("in the middle of a write", "before the rename")
+        ),
+    ],
+)
 def test_a_writer_killed_within_a_call_leaves_a_part_and_no_chunk(
     moment, transport, native_library, tmp_path
 ):
