@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-from places import REPOSITORY
+from facts import facts_of
 
 pytest.importorskip("torch", reason="the benchmarks need torch: make test")
 
@@ -17,16 +15,7 @@ SMALL_FLOOD = ["--jobs", "512", "--chunk-kib", "1024", "--layers", "4", "--stagi
 def run(name, *arguments, directory):
     place = directory / "place"
     place.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--json", "--dir", str(place), *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert list(place.iterdir()) == [], "something was left behind"
-    (line,) = done.stdout.splitlines() or [f"nothing on stdout: {done.stderr}"]
-    return done.returncode, json.loads(line)
+    return facts_of(f"benchmarks.{name}", place, *arguments)
 
 
 def test_a_flood_stays_inside_the_budget(tmp_path):

@@ -29,12 +29,3 @@ def test_a_fault_fits_the_tree_and_compiles(fault, tmp_path):
     command = [compiler, *words, "-iquote", str(REPOSITORY / "fskv" / "csrc"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_negative_control_a_fault_that_does_not_fit_is_refused():
-    fault = mutants.Fault("one", "a.py", [], ["the"], ["a"])
-    assert fault.apply("the one") == "a one"
-    for text in ("nothing of it", "the one, the next"):
-        with pytest.raises(mutants.FaultError, match="not once"):
-            fault.apply(text)
-    assert mutants.tests_of("one", "| no row |") == []

@@ -137,20 +137,3 @@ def test_negative_control_a_new_row_of_the_readme_needs_a_promise():
     assert readme.count(row) == 1
     with pytest.raises(AssertionError):
         check(text_of("tests/promises.tsv"), readme.replace(row, f"\n| is on fire | a | b |{row}"))
-
-
-SLOW = "pytest.param(2, marks=pytest.mark.slow)"
-
-
-@pytest.mark.parametrize(
-    ("where", "marks"),
-    [
-        ("test", ""),
-        ("test", f"@pytest.mark.parametrize('a', [1, {SLOW}])"),
-        ("test", "@on('llama', slow=('lfm2',))"),
-        ("slow", f"@pytest.mark.parametrize('a', [{SLOW}])"),
-        ("slow", "@pytest.mark.slow"),
-    ],
-)
-def test_the_place_of_a_test_is_that_of_its_marks(where, marks):
-    assert place_in(ast.parse(f"{marks}\ndef test_x(): pass"), "test_x") == where

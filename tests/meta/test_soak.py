@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
-from places import REPOSITORY
+from facts import facts_of
 
 pytest.importorskip("torch", reason="the trials need torch: make test")
 
 
 def run(directory, *arguments):
-    """Run the soak on a directory; return its exit code and its facts. Nothing of it is left."""
-    command = [sys.executable, "-m", "trials.soak", "--json", "--dir", str(directory), *arguments]
-    done = subprocess.run(
-        [*command, "--root", str(directory)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
-    assert list(directory.iterdir()) == [], "something was left behind"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-    return done.returncode, json.loads(lines[0])
+    root = ("--root", str(directory))
+    return facts_of("trials.soak", directory, *arguments, *root, timeout=1100)
 
 
 @pytest.mark.slow

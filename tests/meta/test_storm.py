@@ -14,7 +14,8 @@ import subprocess
 import sys
 
 import pytest
-from places import LAB, REPOSITORY
+from facts import facts_of
+from places import LAB
 from world import World, wait_for
 
 from faults.disk import DiskFaults
@@ -22,27 +23,13 @@ from faults.disk import DiskFaults
 pytest.importorskip("torch", reason="the storm needs torch: make test")
 pytest.importorskip("xxhash", reason="the storm finds files by their names")
 
-DRIVER = LAB / "fault_driver.py"
-LIMIT_S = 200  # of one command; it only bounds a hang
+from trials import storm_damage
 
-sys.path.insert(0, str(REPOSITORY))
-from trials import storm_damage  # noqa: E402
+DRIVER = LAB / "fault_driver.py"
 
 
 def storm(directory, *arguments):
-    """Run the storm and return (exit code, facts); nothing of it is left."""
-    command = [sys.executable, "-m", "trials.storm", "--json", "--dir", str(directory)]
-    done = subprocess.run(
-        [*command, "--mean-s", "0.15", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert list(directory.iterdir()) == [], "something was left behind"
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-    return done.returncode, json.loads(lines[0])
+    return facts_of("trials.storm", directory, "--mean-s", "0.15", *arguments)
 
 
 # --- the storm as it is ---------------------------------------------------------------------
