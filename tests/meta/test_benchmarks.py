@@ -23,7 +23,6 @@ def test_a_flood_stays_inside_the_budget(tmp_path):
     assert (code, facts["exceeded"]) == (0, [])
     assert facts["phases"]["load"]["ended"] == {"ok": 512}
     assert sum(facts["phases"]["store"]["ended"].values()) == 512
-    assert facts["samples"] > 0
     assert facts["bytes_compared"] > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import subprocess
 import sys
@@ -156,6 +157,7 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports(source, module):
     """List (imported module, whether importing `module` imports it) of a module's source."""
     tree = ast.parse(source)
@@ -273,7 +275,6 @@ def test_no_two_modules_of_a_layer_import_each_other():
         ("tools.cli", "import fskv.engines.vllm.worker", "never each other"),
         ("tools.usage", "from .commands.du import By", "knows no command"),
         ("fskv.data_path.store", "from msgpack import packb", "no home of msgpack"),
-        ("fskv.gds_io", "import torch", "before it is needed"),
         ("fskv.gds_io", "try:\n    import kvikio\nexcept ImportError: pass", "before it is needed"),
         ("fskv.errors", "import requests", "no home of requests"),
         ("fskv.format.chunk_file", "from time import time", "is pure and imports time"),

@@ -125,7 +125,6 @@ def test_every_event_of_the_log_is_in_the_table_and_no_other():
         (check_engine, "| `vllm:fskv_lookup_hits` | counter |", "| `vllm:fskv_lookup_hits` | gauge |"),
         (check_engine, "| `vllm:fskv_breaker_open` |", "| `vllm:fskv_breaker` |"),
         (check_engine, "| counter | - | bytes | Bytes of those files.", "| counter | - | B | Bytes."),
-        (check_root, "| `fskv_root_heartbeats` | gauge | -", "| `fskv_root_heartbeats` | gauge | name"),
         (check_root, "| `fskv_root_free_inodes` |", "| `fskv_root_free` |"),
         (check_events, "| `lease_lost` | pid |", "| `lease_lost` | host |"),
         (check_events, "| `breaker_closed` |", "| `breaker_shut` |"),

@@ -63,6 +63,9 @@ def place_in(tree: ast.Module, name: str) -> str:
     return "slow" if "pytest.mark.slow" in module or any(map(is_slow, decorators)) else "test"
 
 
+parsed = functools.cache(lambda file: ast.parse(file.read_text(encoding="utf-8")))
+
+
 @functools.cache
 def place(reference: str) -> str:
     """Return where a test runs; a test of which some cases are not slow runs in `make test`."""
@@ -70,7 +73,7 @@ def place(reference: str) -> str:
     file = REPOSITORY / "tests" / path
     assert re.fullmatch(r"\w+/test_\w+\.py", path), reference
     assert file.is_file(), f"there is no {path}"
-    return place_in(ast.parse(file.read_text(encoding="utf-8")), name)
+    return place_in(parsed(file), name)
 
 
 def check_control(control: str, test: str, where: str) -> None:
@@ -116,7 +119,6 @@ DOCTORS = {
     "a control's name": lambda line: "::test_no_".join(line.rsplit("::test_", 1)),
     "a place": lambda line: line.replace("\ttest", "\tslow"),
     "a promise": lambda line: line.replace("\t", "\tsometimes ", 1),
-    "twice": lambda line: f"{line}\n{line}",
     "a mutant that is not there": with_control("mutant `no-such-mutant`"),
     "the test itself": lambda line: line.replace(line.split("\t")[3], line.split("\t")[2]),
 }
