@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import world
 
@@ -44,15 +42,3 @@ def test_a_failed_load_steps_aside_once_and_its_reservation_is_gone(asked):
     admission.failed({"r"})
     assert [scheduler.ask(admission, request) for _ in range(2)] == [True, False]
     assert not scheduler._inflight_prefills
-
-
-def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm.quirks import reserve_windows
-
-    admission = Admission()
-    other = SimpleNamespace(connector=admission)
-    other.connector.failed({"r"})
-    assert not other.connector.steps_aside(Request("r"))
-    reserve_windows(other)  # another vLLM: nothing of it is touched
-    assert not hasattr(other, "_request_remaining_blocks")
