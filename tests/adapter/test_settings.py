@@ -406,7 +406,9 @@ def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are
     own = {"port": 9111, "memory": 0.7, "home": str(tmp_path)}
     env = {
         **os.environ, "HOME": str(tmp_path), "VLLM_HOST_IP": "127.0.0.2", "LOCAL_RANK": "1",
-        "VLLM_CACHE_ROOT": str(tmp_path), "USER": "two", "LOGNAME": "two",
+        "USER": "two", "LOGNAME": "two",
+        # Else vLLM looks into each model's class anew, in a process of its own.
+        "VLLM_CACHE_ROOT": os.path.expanduser("~/.cache/vllm"),
     }  # fmt: skip
     program = [sys.executable, settings_lab.__file__, json.dumps(own)]
     done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True)
