@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import world
 
@@ -44,23 +42,3 @@ def test_a_failed_load_steps_aside_once_and_its_reservation_is_gone(asked):
     admission.failed({"r"})
     assert [scheduler.ask(admission, request) for _ in range(2)] == [True, False]
     assert not scheduler._inflight_prefills
-
-
-def test_a_load_that_failed_after_its_request_had_ended_is_no_matter(asked):
-    """One that is aborted while it loads has ended in an earlier step."""
-    scheduler, admission, request = asked
-    del scheduler.requests["r"]
-    admission.failed({"r"})
-    assert not scheduler.ask(admission, request)
-
-
-def test_a_scheduler_that_reserves_nothing_is_left_as_it_is():
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm.quirks import mended_remaining_blocks
-
-    admission = Admission()
-    other = SimpleNamespace(connector=admission)
-    other.connector.failed({"r"})
-    assert not other.connector.steps_aside(Request("r"))
-    # Of another vLLM the answer stays.
-    assert mended_remaining_blocks(lambda *_: 7, other, Request("r")) == 7

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    from dataclasses import replace
+
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+    )
+
+    from fskv.engines.vllm.files import (
+        canonical_files,
+        canonical_format_of,
+        count_slices,
+        slice_offsets,
+    )
+    from fskv.engines.vllm.identity import EngineGroup
+    from fskv.errors import ConfigError
+    from fskv.hybrid_planner import GroupKind, GroupSpec
+    from fskv.index.presence import Findings
+    from fskv.types import ChunkId
+
 pytestmark = world.VLLM
 
 BLOCK, HEAD_SIZE, NUM_BLOCKS = 16, 8, 3
@@ -15,10 +42,6 @@ BLOCK, HEAD_SIZE, NUM_BLOCKS = 16, 8, 3
 
 def _mappings(tp: int, num_kv_heads: int, shape: str = "packed"):
     """Return vLLM's mapping for every rank, for one layer of `num_kv_heads` heads in all."""
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     heads = max(1, num_kv_heads // tp)
     spec = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32
@@ -51,8 +74,6 @@ def _page(mapping, canonical: bytes) -> bytes:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_slice_is_the_same_bytes_of_the_canonical_page_on_every_rank(tp, num_kv_heads):
-    from fskv.engines.vllm.files import slice_offsets
-
     mappings = _mappings(tp, num_kv_heads)
     nbytes = mappings[0].canonical_page_size_bytes // num_kv_heads
     canonical = bytes(i * 7 % 251 for i in range(mappings[0].canonical_page_size_bytes))
@@ -68,8 +89,6 @@ def test_a_slice_is_the_same_bytes_of_the_canonical_page_on_every_rank(tp, num_k
 
 
 def test_pages_that_are_not_made_of_whole_slices_are_refused():
-    from fskv.engines.vllm.files import slice_offsets
-
     # Halves of K and V: with a head on each rank, a slice would hold half of K's heads and none of V's.
     assert slice_offsets(_mappings(4, 4, "split")[0], 4) is None
     assert slice_offsets(_mappings(2, 4)[0], 3) is None
@@ -84,48 +103,16 @@ def test_pages_that_are_not_made_of_whole_slices_are_refused():
 
 
 def _group(kind: str = "full"):
-    from fskv.engines.vllm.identity import EngineGroup
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-
     return EngineGroup(GroupSpec(0, GroupKind(kind), BLOCK, None), kind, (4096,), ("layer",))
 
 
 def _caches(mapping, page_nbytes: int):
-    import torch
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-    )
-
     tensor = torch.arange(NUM_BLOCKS * page_nbytes).to(torch.int8).reshape(NUM_BLOCKS, page_nbytes)
     ref = CanonicalKVCacheRef(0, page_nbytes, mapping)
     return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page_nbytes)], [[ref]])
 
 
-def test_the_views_of_a_rank_are_its_slices():
-    import torch
-
-    from fskv.engines.vllm.files import canonical_files, slice_offsets
-
-    mapping = _mappings(2, 4)[1]
-    caches = _caches(mapping, mapping.local_page_size_bytes)
-    files = canonical_files([_group()], 2, caches, 4)
-    assert files.file_ranks == (2, 3)
-    for number, view, layouts in zip(files.file_ranks, files.tensors, files.layouts, strict=True):
-        at = slice_offsets(mapping, 4)[number]
-        nbytes = mapping.canonical_page_size_bytes // 4
-        assert torch.equal(view, caches.tensors[0].tensor[:, at : at + nbytes])
-        assert layouts[0].pages[0].nbytes == nbytes
-        assert view.stride(0) == mapping.local_page_size_bytes
-
-
 def test_a_layer_that_vllm_does_not_certify_is_refused():
-    from dataclasses import replace
-
-    from fskv.engines.vllm.files import canonical_files, count_slices
-    from fskv.errors import ConfigError
-
     mapping = _mappings(1, 4)[0]
     for bad in (None, replace(mapping, parallelism_agnostic=False)):
         with pytest.raises(ConfigError, match="does not certify"):
@@ -138,8 +125,6 @@ def test_a_layer_that_vllm_does_not_certify_is_refused():
 
 
 def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
-    from fskv.engines.vllm.files import canonical_files
-
     ranks = [
         canonical_files([_group()], 2, _caches(mapping, mapping.local_page_size_bytes), 1)
         for mapping in _mappings(4, 1)
@@ -156,42 +141,14 @@ def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
 # --- several files of a chunk ---------------------------------------------------------------
 
 
-def test_a_chunk_is_stored_when_all_its_files_are_and_nothing_is_remembered_after():
-    from fskv.offload.mover import _Ending
-    from fskv.types import ChunkId, Status
-
-    tally, chunk = _Ending(), ChunkId(b"k", 0)
-    for statuses, expected in (
-        ([Status.OK, Status.EXISTS, Status.OK], Status.OK),
-        ([Status.OK, Status.NO_SPACE, Status.OK], Status.NO_SPACE),
-        ([Status.OK, Status.OK, Status.SKIPPED], Status.SKIPPED),
-    ):
-        for _ in statuses:
-            tally.begin(chunk)
-        ends = [tally.end(chunk, status) for status in statuses]
-        assert ends == [None, None, expected]
-    assert not tally._open
-    assert not tally._bad
-
-
-def test_a_lookup_asks_for_every_slice_once():
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-    from fskv.index.presence import Findings
-    from fskv.types import ChunkId
-
+def test_a_lookup_asks_for_every_slice_once(make_manager, handshake):
     def asked(*canonical_ranks):
-        manager = FskvManager(
-            StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off"}), 2
-        )
-        manager.set_workers(
-            [
-                FskvHandshake(
-                    rank, len(canonical_ranks), 2, "/n", b"d", 0o700, 0o600, {0: 4096}, ranks
-                )
-                for rank, ranks in enumerate(canonical_ranks)
-            ]
-        )
+        num = len(canonical_ranks)
+        workers = [
+            handshake(rank, num, canonical_ranks=ranks)
+            for rank, ranks in enumerate(canonical_ranks)
+        ]
+        manager = make_manager(workers=workers)
         with pytest.MonkeyPatch.context() as patch:
             seen = []
             patch.setattr(
@@ -199,7 +156,6 @@ def test_a_lookup_asks_for_every_slice_once():
                 lambda ranks, *_: seen.extend(ranks) or Findings([True], 0.0),
             )
             manager.chunks._probe([ChunkId(b"k" * 32, 0)], bytes(1))
-        manager.shutdown()
         return sorted("kv" if found.rank is None else f"r{found.rank}.kv" for found in seen)
 
     assert asked((0, 1), (2, 3)) == ["r0.kv", "r1.kv", "r2.kv", "r3.kv"]
@@ -211,9 +167,6 @@ def test_a_lookup_asks_for_every_slice_once():
 
 @pytest.mark.parametrize(("layout", "certified"), [(None, True), ("LBNHC", False), ("LBNHC", True)])
 def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certified):
-    from fskv.engines.vllm.files import canonical_format_of
-    from fskv.errors import ConfigError
-
     config = SimpleNamespace(
         kv_cache_layout=layout, parallel=SimpleNamespace(is_parallelism_agnostic=certified)
     )

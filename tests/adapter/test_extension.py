@@ -38,9 +38,11 @@ def test_what_other_engines_stand_on_refuses_in_one_sentence(there):
     assert (SENTENCE in done.stderr) is not there
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["missing", "control"])
-def test_vllm_hears_it_while_it_builds_its_configuration(there):
-    """It asks for the connector's class then. The plug-in itself is imported by every process."""
+def test_vllm_hears_it_while_it_builds_its_configuration():
+    """It asks for the connector's class then. The plug-in itself is imported by every process.
+
+    The control is every engine that starts.
+    """
     code = """
 from fskv.engines.vllm.plugin import register
 register()
@@ -48,10 +50,10 @@ print("registered")
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 KVConnectorFactory._registry["FskvConnector"]()
 """
-    done = run(code, there=there)
+    done = run(code, there=False)
     assert "registered" in done.stdout, done.stderr
-    assert (done.returncode == 0) is there, done.stderr
-    assert (SENTENCE in done.stderr) is not there
+    assert done.returncode
+    assert SENTENCE in done.stderr
 
 
 def test_the_command_line_reads_a_root(tmp_path):

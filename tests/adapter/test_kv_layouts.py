@@ -256,18 +256,6 @@ def test_a_row_that_is_wrong_by_a_byte_is_seen(model, fault):
     assert "l.0" in said
 
 
-def test_layers_that_share_another_one_s_cache_need_no_place_of_their_own(tmp_path):
-    cache = cache_of("full", "LBHNC", None)
-    shared = cache.layers["l.2"]
-    shared.kv_sharing_target_layer_name = "l.1"
-    shared.kv_cache = cache.layers["l.1"].kv_cache
-    groups = engine_groups(cache.vllm_config, cache.config)
-    found = places.places_of(cache.vllm_config, groups, cache.num_blocks)
-    assert set(found) == {"l.0", "l.1"}
-    rows = places.rows_of(cache.handed_over())
-    places.check_rows(cache.vllm_config, groups, found, rows, cache.num_blocks)
-
-
 @pytest.mark.parametrize(
     "fault", ["unbound", "no layer", "an object", "of fewer bytes", "overlapping", "not blocks"]
 )

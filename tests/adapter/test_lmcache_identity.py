@@ -118,14 +118,6 @@ def test_what_changes_kv_changes_the_namespace_and_back_again(checkpoint, what):
     assert identity(checkpoint) == plain, "the control: the reversal shares again"
 
 
-def test_all_changes_are_different_ones(checkpoint):
-    digests = {identity(checkpoint).digest}
-    for change in CHANGES.values():
-        digests.add(identity(checkpoint, **change).digest)
-        (checkpoint / "config.json").write_text(json.dumps(HF_CONFIG))
-    assert len(digests) == len(CHANGES) + 1
-
-
 def test_other_weights_are_another_namespace(checkpoint):
     plain = identity(checkpoint)
     (checkpoint / "model.bin").write_bytes(bytes(range(255, -1, -1)) * 64)
@@ -229,17 +221,6 @@ def test_what_the_user_vouches_for_is_taken(checkpoint):
     assert (found.kv_cache_dtype, found.model_dtype) == ("fp8_e4m3", "bfloat16")
 
 
-def test_ranks_of_two_servers_with_one_key_have_namespaces_of_their_own(checkpoint):
-    """Tensor parallelism of 4 on two servers: ranks 0 and 2 are both LMCache's rank 0 of 2."""
-    kind = {"key": key(kv_rank=0x02000200)}
-    first, second = (
-        identity(checkpoint, entry={"server": [index, 2]}, kind=kind) for index in (0, 1)
-    )
-    assert first.digest != second.digest
-    again = identity(checkpoint, entry={"server": [1, 2]}, kind=kind)
-    assert again.digest == second.digest, "the control: a server shares with itself"
-
-
 @pytest.mark.parametrize("world", [256, 257, 65536])
 def test_ranks_that_overlap_in_lmcaches_key_are_refused(world):
     """The control is at the end: 255 ranks have keys of their own."""
@@ -253,18 +234,14 @@ def test_ranks_that_overlap_in_lmcaches_key_are_refused(world):
     assert len({chunk_of(of(255, rank)) for rank in range(255)}) == 255
 
 
-def test_every_part_of_a_rank_is_in_the_name():
-    ranks = [0, 1, 0x01000000, 0x01000100, 0x01000101, 0x01010100, 0x01020102]
-    assert len({chunk_of(key(kv_rank=rank)) for rank in ranks}) == len(ranks)
-
-
 def test_a_short_hash_is_refused_and_rank_and_salt_are_in_the_name():
     with pytest.raises(ValueError, match="hash of 8 bytes"):
         chunk_of(key(chunk_hash=b"h" * 8))
     plain = chunk_of(key())
     assert plain.key_hash == b"h" * 32
     others = [key(cache_salt="a"), key(kv_rank=0x02000200), key(kv_rank=0x02010201)]
-    assert len({plain, *map(chunk_of, others)}) == 4
+    others.append(key(cache_salt="a 02000200"))  # neither can be mistaken for the other
+    assert len({plain, *map(chunk_of, others)}) == 5
 
 
 def test_a_configuration_of_mistrals_own_is_looked_at_for_media(checkpoint):
@@ -410,12 +387,3 @@ def test_what_does_not_go_with_fskv_is_refused_where_the_command_line_says_it(ar
 def test_other_command_lines_are_taken(arguments):
     """The controls."""
     check_arguments(arguments, 100)
-
-
-@pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "Qwen3", "Qwen3Next", "Gemma3Text", "GptOss", "DeepseekV3", "Phi3"]
-)
-def test_a_published_configuration_of_a_model_of_text_speaks_of_no_media(checkpoint, name):
-    transformers = pytest.importorskip("transformers")
-    said = getattr(transformers, f"{name}Config")().to_dict()
-    identity(checkpoint, hf=json.loads(json.dumps(said, default=str)))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -16,6 +17,29 @@ import pytest
 import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import torch
+    from vllm.config import LoadConfig
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from fskv.engines.vllm.identity import _model_extra, reuses_kv, weights_text
+    from fskv.engines.vllm.loaded import (
+        changing_methods,
+        check_unchanged,
+        checkpoint_of,
+        code_digests,
+        find_loaded,
+        loaded_files,
+    )
+    from fskv.errors import ConfigError
+    from fskv.identity.checkpoint_place import model_name
+
 pytestmark = world.VLLM
 
 
@@ -54,8 +78,6 @@ class Runner:
 @pytest.fixture
 def worker_of(monkeypatch):
     """Make vLLM's worker base class, and nothing else of a worker."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
     from fskv.engines.vllm import loaded
     from fskv.engines.vllm.around import around
 
@@ -73,9 +95,6 @@ def worker_of(monkeypatch):
 
 
 def test_a_worker_is_found_by_its_configuration_and_only_if_it_was_noted(worker_of, checkpoint):
-    from fskv.engines.vllm.loaded import find_loaded
-    from fskv.errors import ConfigError
-
     mine, others = config_of(checkpoint), config_of(checkpoint)
     workers = [worker_of(mine), worker_of(others)]
     assert find_loaded(copy.copy(mine)).worker() is workers[0]  # a MultiConnector copies
@@ -107,6 +126,7 @@ def _turned(path):
 
 @pytest.mark.parametrize("change", [
     None, _replaced, _edited, _turned,
+    lambda path: _replaced(path.parent / "draft"),
     lambda path: (path / "config.json").write_text((path / "config.json").read_text()),
     lambda path: (path / "extra.safetensors").write_bytes(b"x"),
     lambda path: (path / "generation_config.json").unlink(),
@@ -114,10 +134,10 @@ def _turned(path):
 def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
     worker_of, checkpoint, change
 ):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
+    shutil.copytree(checkpoint, checkpoint.parent / "draft")
     config = config_of(checkpoint)
+    draft = SimpleNamespace(model=str(checkpoint.parent / "draft"))
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
     worker = worker_of(config)
     loaded = find_loaded(config)
     if change is None:  # the control
@@ -127,31 +147,6 @@ def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
     change(checkpoint)
     with pytest.raises(ConfigError, match="changed while the engine loaded it"):
         check_unchanged(loaded, config)
-    del worker
-
-
-def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
-    shutil.copytree(checkpoint, tmp_path / "draft")
-    config = config_of(checkpoint)
-    draft = SimpleNamespace(model=str(tmp_path / "draft"))
-    config.speculative_config = SimpleNamespace(draft_model_config=draft)
-    worker = worker_of(config)
-    check_unchanged(find_loaded(config), config)
-    _replaced(tmp_path / "draft")
-    with pytest.raises(ConfigError, match="draft"):
-        check_unchanged(find_loaded(config), config)
-    del worker
-
-
-def test_a_hub_s_name_needs_no_files(worker_of):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-
-    config = config_of("some/model")
-    worker = worker_of(config)
-    check_unchanged(find_loaded(config), config)
     del worker
 
 
@@ -167,8 +162,6 @@ READ += ["reset_prefix_cache", "execute_model", "save_sharded_state", "compare_w
 def test_whoever_changes_weights_is_noticed_before_it_begins(
     worker_of, checkpoint, tmp_path, monkeypatch, through
 ):
-    from fskv.engines.vllm.loaded import find_loaded
-
     draft = Model()
     monkeypatch.setattr(worker_of, "get_draft_model", lambda self: draft, raising=False)
     for name in CHANGE + READ:
@@ -198,8 +191,6 @@ def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_n
     worker_of, checkpoint, monkeypatch, name
 ):
     """An engine that goes to sleep resets its connector first; who calls a worker by itself does not."""
-    from fskv.engines.vllm.loaded import find_loaded
-
     monkeypatch.setattr(worker_of, name, lambda self: None, raising=False)
     config = config_of(checkpoint)
     worker = worker_of(config)
@@ -215,13 +206,6 @@ def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_n
 
 
 def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from fskv.engines.vllm.loaded import changing_methods
-
     of_worker = set(changing_methods(Worker))
     known = {
         "load_model",
@@ -236,7 +220,6 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
     for runner in (GPUModelRunner, NewRunner):
         assert {"load_model", "reload_weights"} <= set(changing_methods(runner))
         assert "execute_model" not in changing_methods(runner)
-    import torch
 
     class Serves(torch.nn.Module):
         def apply_pooling(self, features): ...
@@ -267,8 +250,6 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
     ],
 )
 def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused):
-    from fskv.engines.vllm.identity import reuses_kv
-
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         model_config=SimpleNamespace(runner_type=runner, is_prefix_caching_supported=supported),
@@ -276,29 +257,7 @@ def test_where_kv_is_used_again_and_where_not(caching, runner, supported, reused
     assert reuses_kv(config) is reused
 
 
-@pytest.mark.parametrize(
-    ("version", "text", "released"),
-    [
-        ("0.32.0", "0.32.0", True),
-        ("0.32.1+cpu", "0.32.1", True),
-        ("0.32.0.post1+cu129", "0.32.0.post1", True),
-        *((v, v, False) for v in ("0.32.1.dev700+gabcdef012", "0.1.dev1+g0000001", "0.32.0+g1234567")),
-        *((v, v, False) for v in ("0.32.0rc1", "dev", "0.32", "0.32.0+precompiled")),
-    ],
-)  # fmt: skip
-def test_a_patch_is_another_version_and_a_build_is_itself(version, text, released):
-    from fskv.engines.vllm.identity import is_release, version_text
-
-    assert version_text(version) == text
-    assert is_release(version) is released
-
-
 def test_the_files_that_are_loaded_are_those_of_vllm_s_rule_and_all_of_them_count(checkpoint):
-    from vllm.config import LoadConfig
-
-    from fskv.engines.vllm.identity import weights_text
-    from fskv.engines.vllm.loaded import loaded_files
-
     plain, path = SimpleNamespace(weights_id=None), str(checkpoint)
     model = config_of(checkpoint).model_config
 
@@ -337,10 +296,6 @@ def hub(tmp_path, checkpoint, monkeypatch):
 
 
 def test_a_hub_s_name_and_the_path_of_its_snapshot_are_one_commit(hub, tmp_path):
-    from fskv.engines.vllm.identity import weights_text
-    from fskv.engines.vllm.loaded import checkpoint_of
-    from fskv.identity.checkpoint_place import model_name
-
     plain = SimpleNamespace(weights_id=None)
     offline = checkpoint_of(config_of(hub).model_config)
     load = SimpleNamespace(download_dir=str(tmp_path / "hub"))
@@ -370,8 +325,6 @@ def _through_the_link(weights):
 
 @pytest.mark.parametrize("edit", [_in_the_link_s_place, _through_the_link])
 def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
-    from fskv.engines.vllm.identity import weights_text
-
     plain = SimpleNamespace(weights_id=None)
     assert weights_text(str(hub), plain) == f"commit:{COMMIT}"  # the control
     copied = tmp_path / "copied"
@@ -383,9 +336,6 @@ def test_a_snapshot_that_was_edited_is_not_its_commit(hub, tmp_path, edit):
 
 
 def test_a_hub_s_name_that_leads_elsewhere_after_the_load_stops_the_start(hub, worker_of, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
     config = config_of("some/llama")
     config.load_config = SimpleNamespace(download_dir=str(tmp_path / "hub"))
     worker = worker_of(config)
@@ -401,21 +351,6 @@ def test_a_hub_s_name_that_leads_elsewhere_after_the_load_stops_the_start(hub, w
 class Part:
     def __init__(self, **fields):
         self.__dict__.update(fields)
-
-
-def test_copies_of_a_configuration_that_a_model_was_built_with_are_told():
-    from transformers import LlamaConfig
-
-    from fskv.engines.vllm.identity import _resolved_configs
-
-    written = LlamaConfig()
-    changed = copy.deepcopy(written)
-    changed.attn_temperature_tuning = True
-    parts = [Part(config=written), Part(config=changed, other=copy.deepcopy(written)), Part(n=1)]
-    found = _resolved_configs(parts)
-    assert [each.get("attn_temperature_tuning") for each in found].count(True) == 1
-    assert len(found) == 2
-    assert _resolved_configs(parts[2:]) == []
 
 
 @pytest.fixture
@@ -442,10 +377,6 @@ MODEL = "from .beside import SCALE\nclass Model: pass\n"
 
 
 def test_code_of_others_counts_by_its_source(written):
-    import torch
-
-    from fskv.engines.vllm.loaded import code_digests
-
     def digests(**changed):
         model = written("theirs", model=MODEL, **{"beside": "SCALE = 1\n", **changed})
         return code_digests([model, torch.nn.Linear(1, 1)], {"torch"})
@@ -460,7 +391,6 @@ def test_code_of_others_counts_by_its_source(written):
 
 def test_of_a_checkpoint_s_code_the_model_s_counts_wherever_the_checkpoint_lies(written):
     """What else lies there depends on which process loaded what: a tokenizer."""
-    from fskv.engines.vllm.loaded import code_digests
 
     def digests(folder="one", **changed):
         files = {"model": MODEL, "beside": "from .far import X\nSCALE = 1\n", "far": "X = 1\n"}
@@ -475,9 +405,6 @@ def test_of_a_checkpoint_s_code_the_model_s_counts_wherever_the_checkpoint_lies(
 
 
 def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypatch):
-    from fskv.engines.vllm.identity import _model_extra
-    from fskv.errors import ConfigError
-
     source = SimpleNamespace(
         model_or_path=str(checkpoint), revision=None, prefix="tower.", subfolder=None
     )
@@ -496,19 +423,3 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
         named()
     assert named("mine") is None
-
-
-def test_code_of_vllm_counts_in_builds_between_releases_only(monkeypatch):
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    from fskv.engines.vllm import identity
-
-    part = SiluAndMul.__new__(SiluAndMul)
-    plain = SimpleNamespace(weights_id=None)
-
-    def extra():
-        return identity._model_extra(Part(), [part], plain)
-
-    assert extra() == {"model_class": "Part"}
-    monkeypatch.setattr(identity, "vllm_version", "0.32.1.dev7+gabcdef0")
-    assert list(extra()["code"]) == ["vllm"]

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -23,7 +24,30 @@ import settings_lab
 import world
 from settings_lab import Line, config_of, identity_of
 
+from fskv import namespace
+
 pytest.importorskip("vllm", reason="the settings are those of the installed vLLM: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import pkgutil
+    from importlib.metadata import EntryPoint
+
+    import torch
+    import vllm
+    from vllm import config as of_vllm
+    from vllm import envs
+    from vllm.config import CompilationConfig
+    from vllm.config.lora import LoRAConfig
+    from vllm.platforms import current_platform
+
+    from fskv._version import VLLM_TESTED
+    from fskv.engines.vllm import harmless, identity, settings
+    from fskv.engines.vllm.loaded import Loaded
+    from fskv.engines.vllm.settings import counting_settings
+    from fskv.errors import ConfigError, RestError
+    from fskv.root.root import Root
+
 pytestmark = world.VLLM
 
 
@@ -37,8 +61,6 @@ def neutral_environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def template():
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cpu():
         pytest.skip("vLLM's platform is not a CPU")
     return config_of(Line())
@@ -60,8 +82,6 @@ def put(config, path, value):
 
 
 def part_of(name):
-    from vllm import config as of_vllm
-
     return {
         "lora_config": of_vllm.LoRAConfig,
         "multimodal_config": of_vllm.MultiModalConfig,
@@ -72,7 +92,6 @@ def part_of(name):
 
 def counted(config):
     """Return the paths below the identity's settings, without their values."""
-    from fskv.engines.vllm.settings import counting_settings
 
     def leaves(tree, path):
         for name, value in tree.items():
@@ -126,33 +145,39 @@ def test_what_a_setting_resolves_to_is_there_and_moves_the_digest(config, path):
         inside = inside[part]
 
 
-# Set to something else than the default, and nothing else tells it.
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"tenant": "somebody else"}, "tenant"), ({"weights_id": "another name"}, "weights")],
+)
+def test_an_option_of_fskv_changes_its_field_and_no_other(config, options, field):
+    changed = namespace.diff(identity_of(config), identity_of(config, **options))
+    assert {difference.path for difference in changed} == {field}
+
+
+def test_the_seed_of_block_hashes_is_the_environment_s(config, monkeypatch):
+    seen = [identity_of(config)]
+    for seed in ("7", "0", "8"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        seen.append(identity_of(config))
+        changed = namespace.diff(seen[0], seen[-1])
+        assert {difference.path for difference in changed} == {"hash_seed"}
+    assert len({one.digest for one in seen}) == len(seen)
+
+
+# Some of each part, set to something else than the default; nothing else tells it.
 COUNTING = {
     "additional_config": {"kernels": "int4"},
-    "attention_config.backend_per_kind": {"full_attention": "TRITON_ATTN"},
-    "attention_config.disable_flashinfer_q_quantization": True,
     "attention_config.flash_attn_version": 3,
-    "attention_config.indexer_kv_dtype": "mxfp4",
-    "attention_config.mla_prefill_backend": "FLASHINFER",
-    "attention_config.use_prefill_query_quantization": True,
-    "attention_config.use_trtllm_attention": True,
     "compilation_config.inductor_passes": {"mine": "mine.pass_"},
     "ec_transfer_config.ec_connector": "ECExampleConnector",
-    "kernel_config.linear_backend": "marlin",
-    "kernel_config.linear_backend_per_quant": {"nvfp4": "marlin"},
     "kernel_config.moe_backend": "marlin",
     "load_config.ignore_patterns": ["model-*"],
     "lora_config.target_modules": ["o_proj"],
     "model_config.code_revision": "main",
-    "model_config.model_class_overrides": {"LlamaForCausalLM": "mine:Model"},
     "model_config.model_impl": "transformers",
-    "model_config.multimodal_config.interleave_mm_strings": True,
-    "model_config.multimodal_config.media_io_kwargs": {"video": {"num_frames": 4}},
-    "model_config.multimodal_config.mm_device_do_normalize": False,
     "model_config.multimodal_config.mm_processor_kwargs": {"size": 4},
     "model_config.multimodal_config.video_pruning_rate": 0.5,
     "model_config.quantization": "fp8",
-    "model_config.quantization_config": {"ignore": ["lm_head"]},
     "parallel_config.worker_cls": "theirs.Worker",
 }
 VARIABLES = {
@@ -162,23 +187,10 @@ VARIABLES = {
     "NVIDIA_TF32_OVERRIDE": "1",
     "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
     "TRITON_F32_DEFAULT": "ieee",
-    "VLLM_BATCH_INVARIANT": "1",
     "VLLM_CPU_INT4_W4A8": "1",  # its default, written out
-    "VLLM_DISABLED_KERNELS": "MarlinLinearKernel",
-    "VLLM_FLOAT32_MATMUL_PRECISION": "high",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
-    "VLLM_HUMMING_USE_F16_ACCUM": "1",
     "VLLM_MARLIN_INPUT_DTYPE": "int8",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
-    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": "1",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1",
-    "VLLM_ROCM_USE_AITER": "1",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
-    "VLLM_USE_DEEP_GEMM": "1",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
-    "VLLM_USE_MODELSCOPE": "1",
-    "VLLM_XPU_INC_WNA16_BACKEND": "w4a8",
     "XHS_VIDEO_JPEG_QUALITY": "10",
 }
 
@@ -230,7 +242,6 @@ def test_a_field_of_a_later_vllm_splits_by_itself(config, part):
 
 def test_with_the_rule_inverted_a_field_of_a_later_vllm_does_not_split(config, monkeypatch):
     """The control: only what a list names as harmful would count."""
-    from fskv.engines.vllm import settings
 
     class Inverted:
         def __contains__(self, name):
@@ -245,48 +256,24 @@ def test_with_the_rule_inverted_a_field_of_a_later_vllm_does_not_split(config, m
     assert identity_of(config).digest != before.digest
 
 
-def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
-    @dataclasses.dataclass
-    class Made:
-        rounding: str = "none"
-
-    put(config, "made_config", Made())
-    later_class = dataclasses.make_dataclass(
-        "Later",
-        [("made_config", object, dataclasses.field(default_factory=Made))],
-        bases=(type(config),),
-    )
-    object.__setattr__(config, "__class__", later_class)
-    assert counted(config) == set()
-    config.made_config.rounding = "some"
-    assert counted(config) == {"made_config.rounding"}
-
-
 def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
-    config, monkeypatch, tmp_path
+    config, monkeypatch, tmp_path, handshake, make_manager
 ):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-    from fskv.errors import ConfigError
-    from fskv.root.root import Root
-
     def rank(number):
         space = Root.open(str(tmp_path), create=True).open_namespace(identity_of(config))
-        return FskvHandshake(number, 2, 4, space.path, space.digest, 0o700, 0o600, {0: 4096})
+        digest, path = space.digest, space.path
+        return handshake(number, 2, namespace_path=path, namespace_digest=digest)
 
     first = rank(0)
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
-    manager = FskvManager(StoreConfig(root=str(tmp_path), maintenance="off"), 4)
     with pytest.raises(ConfigError, match=r"all must agree.*VLLM_MARLIN_INPUT_DTYPE"):
-        manager.set_workers([first, rank(1)])
+        make_manager(workers=[first, rank(1)], root=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "version", ["0.33.0", "0.99.1", "0.32.1", "0.32.0+patched", "0.34.0.dev1+g1"]
 )
 def test_another_version_of_vllm_has_a_namespace_of_its_own(config, monkeypatch, version):
-    from fskv.engines.vllm import identity
-
     before = identity_of(config)
     monkeypatch.setattr(identity, "vllm_version", version)
     assert identity_of(config).digest != before.digest
@@ -295,11 +282,6 @@ def test_another_version_of_vllm_has_a_namespace_of_its_own(config, monkeypatch,
 @pytest.mark.parametrize(("kv_of_draft", "splits"), [("model.layers.2", True), ("none", False)])
 def test_a_draft_splits_where_it_has_kv_of_its_own(config, kv_of_draft, splits):
     """A Medusa head has none, so the files are those of the model alone."""
-    import torch
-    from vllm.config import CompilationConfig
-
-    from fskv.engines.vllm.loaded import Loaded
-
     layers = {f"model.layers.{i}": torch.nn.Linear(1, 1) for i in range(3)}
     draft = torch.nn.Sequential(torch.nn.Linear(1, 1), layers.get(kv_of_draft, torch.nn.ReLU()))
     compilation = CompilationConfig()
@@ -407,47 +389,34 @@ def test_engines_that_differ_in_a_harmless_variable_share(config, monkeypatch, n
     assert identity_of(config).digest == before.digest
 
 
-def test_another_path_of_the_same_checkpoint_is_the_same(template, tmp_path):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.identity import build_identity
-
+def test_the_same_checkpoint_elsewhere_shares_and_other_bytes_under_its_name_do_not(
+    template, tmp_path
+):
     copied = tmp_path / "other" / os.path.basename(lab.checkpoint("llama"))
     shutil.copytree(lab.checkpoint("llama"), copied)
-    store = StoreConfig.from_mapping({"root": "/kv"})
-    one, other = (
-        build_identity(each, store, [], [], 4, 32, {})
-        for each in (template, config_of(Line({"model": str(copied), "tokenizer": str(copied)})))
-    )
-    assert one.digest == other.digest
-
-
-def start(tmp_path, name, **own):
-    """Build the identities of all lines in a process with a place, a user and a name of its own."""
-    home = tmp_path / name
-    home.mkdir()
-    home.chmod(0o777)
-    program = [sys.executable, settings_lab.__file__, json.dumps({**own, "home": str(home)})]
-    if os.geteuid() == 0 and own.get("hostname") and shutil.which("unshare"):
-        set_name = f'hostname {own["hostname"]} 2>/dev/null; exec "$@"'
-        program = ["unshare", "--uts", "sh", "-c", set_name, "sh", *program]
-    env = {
-        **os.environ, "HOME": str(home), "VLLM_HOST_IP": own["ip"], "LOCAL_RANK": str(own["rank"]),
-        "VLLM_CACHE_ROOT": str(home), "USER": own["user"], "LOGNAME": own["user"],
-    }  # fmt: skip
-    done = subprocess.run(program, cwd=home, env=env, capture_output=True, text=True, check=False)
-    found = re.search(r"^digests (.*)$", done.stdout, re.MULTILINE)
-    assert found, done.stderr[-2000:]
-    return json.loads(found[1])
+    moved = config_of(Line({"model": str(copied), "tokenizer": str(copied)}))
+    assert identity_of(moved, weights_id=None) == identity_of(template, weights_id=None)
+    weights = next(copied.glob("*.safetensors"))
+    world.damage(weights, weights.stat().st_size - 5)
+    assert identity_of(moved, weights_id=None) != identity_of(template, weights_id=None)
 
 
 def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are(tmp_path):
-    one = start(tmp_path, "a", port=8000, memory=0.3, ip="127.0.0.1", rank=0, user="one")
-    other = start(
-        tmp_path, "b", port=9111, memory=0.7, ip="127.0.0.2", rank=1, user="two", hostname="pod-7"
-    )
-    assert len(one) > 30
-    assert one == other
-    assert len(set(one)) > 10  # the control: lines that count are told apart
+    """One is this process; the other has a place, a user and ports of its own."""
+    own = {"port": 9111, "memory": 0.7, "home": str(tmp_path)}
+    env = {
+        **os.environ, "HOME": str(tmp_path), "VLLM_HOST_IP": "127.0.0.2", "LOCAL_RANK": "1",
+        "USER": "two", "LOGNAME": "two",
+        # Else vLLM looks into each model's class anew, in a process of its own.
+        "VLLM_CACHE_ROOT": os.path.expanduser("~/.cache/vllm"),
+    }  # fmt: skip
+    program = [sys.executable, settings_lab.__file__, json.dumps(own)]
+    done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True)
+    found = re.search(r"^digests (.*)$", done.stdout, re.MULTILINE)
+    assert found, done.stderr[-2000:]
+    here = settings_lab.digests({"port": 8000, "memory": 0.3})
+    assert json.loads(found[1]) == here
+    assert len(here) > len(set(here)) > 5  # the control: lines that count are told apart
 
 
 # --- what follows from harmless settings -------------------------------------------------------------------
@@ -462,8 +431,6 @@ def derived(config):
     [(32768, {}, False), (65536, {}, True), (1024, {"attn_temperature_tuning": True}, True)],
 )
 def test_the_temperature_of_llama_4_s_attention_is_told(config, length, generation, tuned):
-    from fskv.engines.vllm.settings import counting_settings
-
     put(config, "model_config.hf_text_config.model_type", "llama4_text")
     put(config, "model_config.max_model_len", length)
     put(config, "model_config.override_generation_config", generation)
@@ -477,8 +444,6 @@ def test_a_processor_that_sizes_images_by_the_context_is_told(config, name):
 
 
 def test_scales_of_an_encoder_are_told_by_the_content_of_their_file(config, tmp_path):
-    from fskv.errors import ConfigError, RestError
-
     found = []
     put(config, "model_config.multimodal_config.mm_encoder_attn_dtype", "fp8")
     with pytest.raises(ConfigError, match="option 'mm_encoder_fp8_scale_path': found none"):
@@ -511,9 +476,6 @@ def test_images_computed_in_pieces_are_told_where_that_changes_them(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config, dtype):
     """KV of adapters differed by 3 %, and tokens with it; vLLM makes "auto" the model's dtype."""
-    import torch
-    from vllm.config.lora import LoRAConfig
-
     config.lora_config = LoRAConfig(lora_dtype=dtype)
     config.lora_config.verify_with_model_config(config.model_config)
     assert counted(config) == {"derived.lora_dtype"}
@@ -526,8 +488,6 @@ def test_factors_of_adapters_that_are_less_exact_than_the_model_are_told(config,
 def test_packages_with_kernels_count_with_their_versions_for_quantised_models_only(
     config, monkeypatch
 ):
-    from fskv.engines.vllm import settings
-
     monkeypatch.setattr(settings, "has_flashinfer", lambda: True)
     for name in ("has_aiter", "has_deep_gemm", "has_humming"):
         monkeypatch.setattr(settings.import_utils, name, lambda name=name: name == "has_deep_gemm")
@@ -561,10 +521,6 @@ def test_what_chooses_the_kernel_of_quantised_experts_is_told(
 def test_plug_ins_that_are_neither_vllm_s_nor_fskv_s_are_told_if_vllm_loads_them(
     config, monkeypatch
 ):
-    from importlib.metadata import EntryPoint
-
-    from fskv.engines.vllm import settings
-
     def entry_points(group):
         if group != "vllm.general_plugins":
             return []
@@ -591,12 +547,6 @@ def test_the_partition_of_a_pipeline_counts(config, monkeypatch):
 
 def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
     """A name that vLLM no longer has may come back with another meaning."""
-    import vllm
-    from vllm import envs
-
-    from fskv._version import VLLM_TESTED
-    from fskv.engines.vllm import harmless
-
     if not vllm.__version__.startswith(f"{VLLM_TESTED}."):
         pytest.skip("the list is held against the version that all tests run with")
     fields = {field.name for kind in config_classes() for field in dataclasses.fields(kind)}
@@ -618,8 +568,6 @@ def test_every_name_of_the_list_is_one_of_the_vllm_it_was_read_for():
 
 
 def config_classes():
-    import pkgutil
-
     import vllm.config
 
     for module in pkgutil.iter_modules(vllm.config.__path__):

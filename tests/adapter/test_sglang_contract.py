@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import array
 import inspect
 import itertools
-import json
 import pathlib
 import tempfile
 import threading
@@ -24,13 +22,10 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
     import torch
-    from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )
-    from sglang.srt.mem_cache import hicache_storage
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hicache_storage import (
@@ -55,9 +50,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
     from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-    from sglang.srt.utils.weight_checker import WeightChecker
 
     from fskv.engines.sglang import harmless, identity, server, storage
     from fskv.engines.sglang.host_pool import host_pages
@@ -254,15 +247,6 @@ def test_calls_that_make_no_sense_are_false_and_raise_nothing(make):
     assert backend.clear() is None
 
 
-def test_before_a_pool_is_registered_nothing_is_there(tmp_path):
-    extra = {"interface_v1": 1, "root": str(tmp_path)}
-    config = HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m", extra_config=extra)
-    backend = storage.FskvStorage(config, {})
-    assert backend.batch_exists(keys(1)) == 0
-    assert backend.batch_get_v1(keys(1), indices(0)) == [False]
-    backend.close()
-
-
 # --- hybrids: over SGLang's own host pools, because no hybrid model runs on a CPU there ------
 
 
@@ -308,16 +292,6 @@ def test_a_pool_inside_of_a_hybrids_has_the_layers_that_it_has(name):
     assert inner.layer_num == LAYERS != inner.end_layer
     pool.start_layer, pool.end_layer = inner.start_layer, inner.end_layer
     assert host_pages(pool).layers == (0, LAYERS)
-
-
-@pytest.mark.parametrize("what", [{"target_layer_num": LAYERS - 1}, {"_layer_shard_enabled": True}])
-def test_layers_of_a_draft_model_and_shards_of_layers_are_refused(what):
-    pool = host_pool(kind=MLATokenToKVPoolHost)
-    host_pages(pool)  # the control
-    for attribute, value in what.items():
-        setattr(pool, attribute, value)
-    with pytest.raises(ConfigError, match="layers of a draft model, or shards"):
-        host_pages(pool)
 
 
 def state(pool, number):
@@ -417,14 +391,6 @@ def test_a_pool_that_is_not_there_or_has_no_policy_of_ours_restores_nothing(make
     assert backend.batch_get_v2([transfer(PoolName.SWA, want)]) == {PoolName.SWA: [False, False]}
 
 
-def test_a_hybrid_and_a_model_without_its_other_pools_do_not_share(make):
-    pool = host_pool()
-    plain, hybrid = make(pool), make(pool, beside={PoolName.SWA: host_pool()})
-    assert all(plain.batch_set_v1(keys(2), indices(0, 1)))
-    assert hybrid.batch_exists(keys(2)) == 0
-    assert make(pool).batch_exists(keys(2)) == 2, "the control"
-
-
 @pytest.mark.parametrize("name", [PoolName.INDEXER, PoolName.DRAFT, PoolName.DEEPSEEK_V4_C4])
 def test_other_pools_are_refused_in_one_sentence(make, name):
     with pytest.raises(ConfigError, match=rf"beside its KV \({name}\)") as refusal:
@@ -439,14 +405,6 @@ def test_states_that_are_kept_elsewhere_are_refused(make):
         make(beside={PoolName.MAMBA: odd})
     with pytest.raises(ConfigError, match="found 'layer_first', expected one of page_first, "):
         make(beside={PoolName.MAMBA: state_pool(layout="layer_first")})
-
-
-def test_a_pool_that_comes_later_stops_it(make):
-    backend = make()
-    assert all(backend.batch_set_v1(keys(2), indices(0, 1)))
-    assert backend.batch_exists(keys(2)) == 2, "the control"
-    backend.register_mem_host_pool_v2(host_pool(), PoolName.MAMBA)  # later: it cannot be refused
-    assert backend.batch_exists(keys(2)) == 0
 
 
 def test_a_wrong_option_ends_the_start_in_one_sentence(make):
@@ -466,17 +424,6 @@ def test_weights_that_change_stop_it_and_a_later_start_is_refused(make, monkeypa
     assert backend.batch_set_v1(keys(1, seed=3), indices(0)) == [False]
     with pytest.raises(ConfigError, match="weights of this engine were changed"):
         make()
-
-
-def test_each_way_to_change_weights_is_watched(make):
-    make()
-    ways = [
-        *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
-        *("load_weights_from_distributed", "begin_weight_update", "end_weight_update"),
-    ]
-    assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
-    assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
-    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")
 
 
 @pytest.mark.parametrize(
@@ -519,12 +466,6 @@ def test_while_sglang_waits_for_its_threads_their_calls_end_at_once(make, kind):
     assert found == [[True] * 10, [False] * 10, [True] * 10]
 
 
-def test_sglang_waits_longer_for_a_thread_than_a_call_takes():
-    source = inspect.getsource(HiCacheController._stop_storage_threads)
-    assert "t.join(timeout=10)" in source
-    assert identity._MAX_DEADLINE_S + 1 < 10
-
-
 # --- what is asked of SGLang --------------------------------------------------------------
 
 
@@ -547,24 +488,6 @@ def test_every_argument_that_is_left_out_of_the_identity_is_one_of_the_servers()
         assert name in known or (start != name and any(one.startswith(start) for one in known)), (
             name
         )
-
-
-def test_the_chain_of_page_hashes_holds_tokens_parent_and_namespace():
-    """What the identity leaves to SGLang's keys."""
-    plain = keys(3)
-    assert keys(2) == plain[:2]
-    assert not set(keys(3, seed=7)) & set(plain), "the first token is in all of them"
-    salted = SimpleNamespace(extra_key="adapter", cache_salt=None)
-    seed = hicache_seed(salted)
-    assert seed != hicache_seed(SimpleNamespace(extra_key=None, cache_salt="adapter"))
-    assert get_storage_hash_str([0, *range(1, PAGE)], seed, page_size=PAGE) != plain[:1]
-    assert all(len(bytes.fromhex(key)) == 32 for key in plain)
-
-
-def hicache_seed(key):
-    from sglang.srt.mem_cache.utils import storage_namespace_seed
-
-    return storage_namespace_seed(key.extra_key, key.cache_salt)
 
 
 # --- under which key SGLang's tree found KV, and under which it is stored ----------------------
@@ -668,41 +591,3 @@ def test_prompts_that_the_tree_tells_apart_have_storage_keys_of_their_own():
         names.setdefault(page, set()).add((key.extra_key, key.cache_salt, *key.token_ids))
     assert len(names) > 100
     assert all(len(facts) == 1 for facts in names.values())
-
-
-def test_an_adapter_and_an_extra_key_are_joined_without_a_mark():
-    """What docs/sglang.md says of `lora`: fskv cannot see it, because the tree's key has it, too."""
-    adapter = LoRARef.deterministic_id("name", "/path")
-
-    def names(extra_key, lora_id):
-        request = Req(
-            *("r", "", array.array("q", [1] * 4), SamplingParams()),
-            extra_key=extra_key,
-            lora_id=lora_id,
-        )
-        key = RadixKey(request.origin_input_ids, request.extra_key, cache_salt=request.cache_salt)
-        return key.child_key(SHORT_PAGE), get_storage_hash_str(key, page_size=SHORT_PAGE)[0]
-
-    assert names(adapter, None) == names(None, adapter)
-    assert names("other", None) != names(None, adapter), "the control"
-
-
-def test_negative_control_an_abstract_method_of_a_later_sglang_is_found():
-    """Every other test here makes a backend, so each of them would fail."""
-
-    class Later(HiCacheStorage):
-        @abc.abstractmethod
-        def of_tomorrow(self): ...
-
-    class Backend(storage.FskvStorage, Later): ...
-
-    with pytest.raises(TypeError, match="of_tomorrow"):
-        Backend(None)
-
-
-def test_the_injector_of_sglang_passes_all_calls_on(make, monkeypatch):
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
-    backend = make()
-    assert isinstance(backend, hicache_storage.HiCacheStorageFailureInjector)
-    found = {json.dumps(backend.batch_set_v1(keys(1), indices(0))) for _ in range(30)}
-    assert "[true]" in found

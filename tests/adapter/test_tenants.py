@@ -8,15 +8,23 @@ import stat
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from places import LAB, REPOSITORY
-from world import make_identity
+from world import World, make_identity, wait_for
 
-from fskv.config import StoreConfig
+from fskv.bounds.client import Capacity
+from fskv.bounds.limits import Heartbeat, Limits
+from fskv.bounds.maintenance import SHARED_DIR, Maintainer
+from fskv.config import Deadline, StoreConfig
+from fskv.data_path.breaker import Breaker
+from fskv.data_path.runner import JobRunner
+from fskv.data_path.store import ChunkStore
 from fskv.format.chunk_file import parse_header
 from fskv.root.root import Root
+from fskv.transports.host import HostTransport
 from fskv.types import Status
 
 # --- tenants --------------------------------------------------------------------------------
@@ -37,26 +45,27 @@ def test_the_same_prompt_of_two_tenants_is_two_files_and_neither_hits_the_others
         assert other.get(1) == (Status.MISSING, None)
 
 
-def test_a_file_that_is_moved_to_another_tenant_is_refused(make_world):
-    """Not by its directory alone: the digest in the header has the tenant in it."""
+@pytest.fixture
+def moved(make_world):
+    """A chunk of the tenant blue, and the tenant red with a copy of its file."""
     blue = make_world(identity=make_identity(tenant="blue"))
     red = make_world(identity=make_identity(tenant="red"))
     blue.put(1, blue.content(1))
     os.makedirs(os.path.dirname(red.path(1)))
     shutil.copyfile(blue.path(1), red.path(1))
+    return blue, red
+
+
+def test_a_file_that_is_moved_to_another_tenant_is_refused(moved):
+    """Not by its directory alone: the digest in the header has the tenant in it."""
+    blue, red = moved
     assert red.get(1) == (Status.STALE, None)
     header = parse_header(Path(blue.path(1)).read_bytes())
     assert header.namespace_digest == make_identity(tenant="blue").digest
 
 
-def test_negative_control_without_the_identity_a_moved_file_is_served(make_world, monkeypatch):
-    from fskv.data_path.store import ChunkStore
-
-    blue = make_world(identity=make_identity(tenant="blue"))
-    red = make_world(identity=make_identity(tenant="red"))
-    blue.put(1, blue.content(1))
-    os.makedirs(os.path.dirname(red.path(1)))
-    shutil.copyfile(blue.path(1), red.path(1))
+def test_negative_control_without_the_identity_a_moved_file_is_served(moved, monkeypatch):
+    blue, red = moved
     monkeypatch.setattr(ChunkStore, "_compare", lambda *_: None)
     assert red.get(1) == (Status.OK, blue.content(1))
 
@@ -79,74 +88,64 @@ def modes(path):
     return found
 
 
+def open_as_configured(monkeypatch, root, access):
+    """Have whoever opens a root open it with these options' modes; return the options."""
+    config = StoreConfig.from_mapping({"root": str(root), "access": access})
+    was, mode = Root.open, {"dir_mode": config.dir_mode, "file_mode": config.file_mode}
+    monkeypatch.setattr(Root, "open", lambda path, **how: was(path, **{**mode, **how}))
+    return config
+
+
 @pytest.mark.parametrize("native", [False, True])
-def test_whatever_the_umask_a_group_is_let_in_or_nobody_is(tmp_path, native):
-    for access, dirs, files in (("group", {0o2770}, {0o660}), ("user", {0o2700}, {0o600})):
-        root = tmp_path / access
-        root.mkdir()
-        root.chmod(0o2770)
-        subprocess.run(
-            [sys.executable, "-c", WRITER, str(root), access, "0", str(int(native))],
-            check=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{REPOSITORY}:{LAB}:{os.environ.get('PYTHONPATH', '')}",
-            },
-            timeout=120,
-        )
-        assert modes(root) == {True: dirs, False: files}, access
+@pytest.mark.parametrize(
+    ("access", "dirs", "files"), [("group", 0o2770, 0o660), ("user", 0o2700, 0o600)]
+)
+def test_whatever_the_umask_a_group_is_let_in_or_nobody_is(
+    tmp_path, monkeypatch, native, access, dirs, files
+):
+    root = tmp_path / "kv"
+    root.mkdir()
+    root.chmod(0o2770)
+    with monkeypatch.context() as patch:
+        config = open_as_configured(patch, root, access)
+        umask = os.umask(0o077)
+        try:
+            write_all_kinds_of_files(config, native=native)
+        finally:
+            os.umask(umask)
+    assert modes(root) == {True: {dirs}, False: {files}}
 
 
-WRITER = """
-import os, sys
-os.umask(0o077)
-from world import World, make_identity
-from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits
-from fskv.config import StoreConfig
-from fskv.root.root import Root
-from fskv.types import Status
-
-root, access, number, native = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1"
-config = StoreConfig.from_mapping({"root": root, "access": access})
-opened = Root.open(root, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
-opened.open_namespace(make_identity())
-
-import fskv.root.root
-def as_configured(path, **options):
-    return was(path, **{"dir_mode": config.dir_mode, "file_mode": config.file_mode, **options})
-was, fskv.root.root.Root.open = fskv.root.root.Root.open, as_configured
-
-from world import wait_for
-from fskv.data_path.breaker import Breaker
-from fskv.config import Deadline
-from fskv.data_path.runner import JobRunner
-from fskv.transports.host import HostTransport
-
-def make(*args, **options):
-    return HostTransport(*args, **options, file_mode=config.file_mode)
-
-world = World(root, native=native, faults=False, make_transport=make)
-runner = JobRunner(world.store, world.transport, num_threads=1, num_slots=2, max_queued_chunks=8,
-                   deadline=Deadline(60, 0, 60), breaker=Breaker())
-world.fill([1, 2, 3, 4], number)
-runner.submit_store(1, [world.request(number, [1, 2, 3, 4])], None)
-outcomes = []
-def ended():
-    runner.poll()
-    outcomes.extend(runner.take_outcomes())
-    return outcomes
-wait_for(ended)
-assert outcomes[0].status is Status.OK, outcomes
-runner.shutdown(5)
-
-from fskv.bounds.maintenance import SHARED_DIR
-capacity = Capacity(root, world.directory.path[len(root) + 1:], None, Limits(max_nbytes=1 << 30),
-                    dir_mode=config.dir_mode, file_mode=config.file_mode)
-capacity.start()
-wait_for(lambda: (capacity.poll(), os.path.exists(f"{root}/{SHARED_DIR}/usage.json"))[1])
-capacity.close()
-"""
+def write_all_kinds_of_files(config, *, native):
+    """Store a chunk as an engine does, and have maintenance count it."""
+    modes = {"dir_mode": config.dir_mode, "file_mode": config.file_mode}
+    world = World(
+        config.root,
+        native=native,
+        faults=False,
+        make_transport=partial(HostTransport, file_mode=config.file_mode),
+    )
+    runner = JobRunner(
+        world.store,
+        world.transport,
+        num_threads=1,
+        num_slots=2,
+        max_queued_chunks=8,
+        deadline=Deadline(60, 0, 60),
+        breaker=Breaker(),
+    )
+    world.fill([1, 2, 3, 4], 0)
+    runner.submit_store(1, [world.request(0, [1, 2, 3, 4])], None)
+    outcomes = []
+    wait_for(lambda: runner.poll() is None or outcomes.extend(runner.take_outcomes()) or outcomes)
+    assert outcomes[0].status is Status.OK, outcomes
+    runner.shutdown(5)
+    namespace = os.path.relpath(world.directory.path, config.root)
+    capacity = Capacity(config.root, namespace, None, Limits(max_nbytes=1 << 30), **modes)
+    capacity.start()
+    usage = Path(config.root, SHARED_DIR, "usage.json")
+    wait_for(lambda: (capacity.poll(), usage.exists())[1])
+    capacity.close()
 
 
 @pytest.fixture
@@ -154,97 +153,91 @@ def open_directory():
     """A directory that every user can pass through; pytest's own are for one user."""
     path = Path(tempfile.mkdtemp(prefix="fskv-tenants-"))
     path.chmod(0o711)
+    (path / "kv").mkdir()
     yield path
     shutil.rmtree(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
-def test_two_users_of_a_group_read_replace_and_touch_each_others_chunks(open_directory):
-    group, users = 54321, (54001, 54002)
-    for access in ("group", "user"):
-        root = open_directory / access
-        root.mkdir()
-        os.chown(root, 0, group)
-        root.chmod(0o2770)
-
-        def as_user(uid, what, root=root, access=access):
-            return subprocess.run(
-                [sys.executable, "-c", USER, str(root), access, what, str(group), str(uid)],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": f"{REPOSITORY}:{LAB}:{os.environ.get('PYTHONPATH', '')}",
-                },
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-
-        first = as_user(users[0], "put")
-        assert first.stdout == "ok\n", first.stderr
-        second = as_user(users[1], "get")
-        assert second.stdout == ("ok ok ok\n" if access == "group" else "refused\n"), second.stderr
+@pytest.mark.parametrize(("access", "second"), [("group", "ok ok ok"), ("user", "refused")])
+def test_two_users_of_a_group_read_replace_and_touch_each_others_chunks(
+    open_directory, access, second
+):
+    os.chown(open_directory / "kv", 0, GROUP)
+    (open_directory / "kv").chmod(0o2770)
+    path = f"{REPOSITORY}:{LAB}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", USERS, str(open_directory / "kv"), access, str(GROUP)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["ok", second], done.stderr
 
 
-# Everything is imported first: an interpreter in root's home cannot be read by others.
-USER = """
+GROUP = 54321
+# All is imported before a process becomes a user: the clone may lie where users may not read.
+USERS = """
 import os, sys
-import numpy.random, torch, faults.transport  # as who we are: the clone may lie where the users may not read
-from world import World, make_identity
+import numpy.random, torch, faults.transport
+from world import World
 import fskv.root.root
 from fskv.config import StoreConfig
 from fskv.errors import RootError
 from fskv.format import integrity
-from fskv.plan.spans import GroupLayout
-from fskv.data_path.store import ChunkStore
 from fskv.transports.host import HostTransport
-root, access, what = sys.argv[1:4]
-group, uid = map(int, sys.argv[4:])
-os.setgroups([group])
-os.setgid(uid)
-os.setuid(uid)
-os.umask(0o077)
+root, access, group = sys.argv[1:]
 config = StoreConfig.from_mapping({"root": root, "access": access})
-was = fskv.root.root.Root.open
-fskv.root.root.Root.open = lambda path, **options: was(
-    path, **{"dir_mode": config.dir_mode, "file_mode": config.file_mode, **options})
-try:
-    world = World(root, faults=False, touch_interval_s=1, make_transport=lambda *a, **o: HostTransport(
-        *a, **o, file_mode=config.file_mode))
-except RootError as error:
-    assert "no permission" in str(error), error
-    print("refused")
-    sys.exit()
-if what == "put":
-    print(world.put(1, world.content(1)).value)
-    os.utime(world.path(1), (1e9, 1e9))
-else:
-    status, content = world.get(1)
-    assert content == world.content(1)
-    touched = "ok" if os.stat(world.path(1)).st_mtime > 1e9 + 1 else "old"
-    with open(world.path(1), "r+b") as file:
+was, mode = fskv.root.root.Root.open, {"dir_mode": config.dir_mode, "file_mode": config.file_mode}
+fskv.root.root.Root.open = lambda path, **options: was(path, **{**mode, **options})
+
+def world():
+    make = lambda *a, **o: HostTransport(*a, **o, file_mode=config.file_mode)
+    return World(root, faults=False, touch_interval_s=1, make_transport=make)
+
+def put():
+    made = world()
+    print(made.put(1, made.content(1)).value, flush=True)
+    os.utime(made.path(1), (1e9, 1e9))
+
+def get():
+    try:
+        made = world()
+    except RootError as error:
+        assert "no permission" in str(error), error
+        print("refused", flush=True)
+        return
+    status, content = made.get(1)
+    assert content == made.content(1)
+    touched = "ok" if os.stat(made.path(1)).st_mtime > 1e9 + 1 else "old"
+    with open(made.path(1), "r+b") as file:
         file.truncate(100)
-    print(status.value, touched, world.put(1, world.content(1)).value)
+    print(status.value, touched, made.put(1, made.content(1)).value, flush=True)
+
+for uid, act in ((54001, put), (54002, get)):
+    if pid := os.fork():
+        if os.waitpid(pid, 0)[1]:
+            sys.exit("a user's process has failed")
+        continue
+    os.setgroups([int(group)])
+    os.setgid(uid)
+    os.setuid(uid)
+    os.umask(0o077)
+    act()
+    sys.exit()
 """
 
 
-def test_who_writes_without_being_told_keeps_to_the_modes_of_the_root(tmp_path):
-    for access, expected in (("group", (0o770, 0o660)), ("user", (0o700, 0o600))):
-        path = tmp_path / access
-        path.mkdir()
-        config = StoreConfig.from_mapping({"root": str(path), "access": access})
-        Root.open(str(path), create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
-        again = Root.open(str(path), create=False)
-        assert (again.dir_mode, again.file_mode) == expected
-
-
-def test_a_watcher_that_is_first_does_not_lock_the_groups_engines_out(tmp_path):
-    from fskv.bounds.limits import Heartbeat, Limits
-    from fskv.bounds.maintenance import SHARED_DIR, Maintainer
-
-    for access, expected in (("group", 0o770), ("user", 0o700)):
-        path = tmp_path / access
-        path.mkdir()
-        config = StoreConfig.from_mapping({"root": str(path), "access": access})
-        Root.open(str(path), create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
-        Maintainer(str(path), Heartbeat("watcher", None, None, Limits())).start()
-        assert stat.S_IMODE((path / SHARED_DIR).stat().st_mode) == expected
+@pytest.mark.parametrize(
+    ("access", "expected"), [("group", (0o770, 0o660)), ("user", (0o700, 0o600))]
+)
+def test_who_opens_a_root_without_being_told_keeps_to_its_modes(tmp_path, access, expected):
+    """So a watcher that is first does not lock the group's engines out."""
+    path = str(tmp_path)
+    config = StoreConfig.from_mapping({"root": path, "access": access})
+    Root.open(path, create=True, dir_mode=config.dir_mode, file_mode=config.file_mode)
+    again = Root.open(path, create=False)
+    assert (again.dir_mode, again.file_mode) == expected
+    Maintainer(path, Heartbeat("watcher", None, None, Limits())).start()
+    assert stat.S_IMODE((tmp_path / SHARED_DIR).stat().st_mode) == expected[0]

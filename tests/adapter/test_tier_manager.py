@@ -1,7 +1,7 @@
 """FskvTier behind vLLM's own TieringOffloadingManager: what the manager does with its answers.
 
 The manager, its CPU tier and the scheduler that resets them are vLLM's; rows, files and the tier are those of
-test_tier.py. What a request would be told is what vLLM's prefix lookup says.
+tier_rig.py. What a request would be told is what vLLM's prefix lookup says.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-import test_tier
-from test_tier import NUM_ROWS, POISON, REQUEST, STEP, make_rig  # noqa: F401
+import tier_rig
+from tier_rig import NUM_ROWS, POISON, REQUEST, STEP
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.manager import (
@@ -73,7 +73,7 @@ def ask(manager, keys, request, *, steps):
 
 
 def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
-    make_rig,  # noqa: F811
+    make_rig,
 ):
     rig = make_rig()
     keys, pages = store(rig, range(1, 2 * NUM_ROWS + 7))
@@ -88,7 +88,7 @@ def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fi
 
 
 def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
-    make_rig,  # noqa: F811
+    make_rig,
     monkeypatch,
 ):
     monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
@@ -102,7 +102,7 @@ def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
 
 @pytest.mark.parametrize("tokens_per_block", [4096, 1])
 def test_a_slow_mount_is_waited_for(
-    make_rig,  # noqa: F811
+    make_rig,
     monkeypatch,
     tokens_per_block,
 ):
@@ -113,7 +113,7 @@ def test_a_slow_mount_is_waited_for(
         time.sleep(a_chunk_s * len(wanted))
         return Findings(probe(files, wanted, missed_before).there, a_chunk_s * len(wanted))
 
-    monkeypatch.setattr(test_tier, "TOKENS_PER_BLOCK", tokens_per_block)
+    monkeypatch.setattr(tier_rig, "TOKENS_PER_BLOCK", tokens_per_block)
     keys, _ = store(make_rig(), range(1, 33))
     monkeypatch.setattr(lookup, "probe_chunks", slow)
     rig = make_rig(lookup_timeout_s=0.5)
@@ -128,7 +128,7 @@ def test_a_slow_mount_is_waited_for(
 
 
 def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after_it_ran_again(
-    make_rig,  # noqa: F811
+    make_rig,
 ):
     rig = make_rig()
     (key,), _ = store(rig, [1])
@@ -151,7 +151,7 @@ def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after
 
 @pytest.mark.parametrize("held", [True, False])
 def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
-    make_rig,  # noqa: F811
+    make_rig,
     monkeypatch,
     held,
 ):
@@ -187,7 +187,7 @@ def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
-    make_rig,  # noqa: F811
+    make_rig,
     monkeypatch,
     healed,
 ):
@@ -222,16 +222,3 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     assert windowed.next_stored_chunk_idx == 0
     assert windowed.block_ids == ([0, 0, 0, 14] if healed else [11, 12, 13, 14])
     assert full.block_ids == [21, 22, 23, 24], "these are the request's to its end"
-
-
-def test_nothing_is_kept_of_loads_and_requests_that_ended(make_rig):  # noqa: F811
-    rig = make_rig()
-    rig.store([1])
-    for _ in range(20):
-        assert rig.finish(rig.submit(rig.keys(1), [0, 1], load=True)).success
-    rig.tier.on_request_finished(REQUEST)
-    mover = rig.tier._worker.mover
-    for kept in (mover._ending._open, mover._ending._bad, mover._news, mover._runner._jobs):
-        assert not kept
-    for kept in (rig.tier._jobs, rig.tier._requests):
-        assert not kept

@@ -164,19 +164,6 @@ def test_pages_of_fewer_tokens_than_a_block_are_not_written_at_all(arena):
     assert arena.num_written == 0
 
 
-def test_all_six_layouts_are_told_apart_and_the_number_of_blocks_is_not(arena, monkeypatch):
-    said = {}
-    for layout in kv.LAYOUTS:
-        cache = kv.Cache("full", layout)
-        said[layout] = inside(cache, layer_of(cache, Impl(arena)))
-    assert said["LBHNC"] != said["LBNHC"]
-    assert len({said["BLHNC"], said["BLNHC"], said["BHLNC"], said["LBHNC"]}) == 4
-    monkeypatch.setattr(kv, "NUM_BLOCKS", kv.NUM_BLOCKS + 9)
-    for layout in kv.LAYOUTS:
-        cache = kv.Cache("full", layout)
-        assert inside(cache, layer_of(cache, Impl(arena))) == said[layout]
-
-
 def test_what_a_backend_keeps_of_the_first_page_that_it_sees_is_forgotten(arena):
     """Triton's (0.32) keeps views of the scales inside the first page: the engine's must be its first."""
 

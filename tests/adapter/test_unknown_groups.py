@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,13 +10,27 @@ import pytest
 import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import torch
+    from vllm.v1 import kv_cache_interface as vllm
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from fskv.engines.vllm.identity import engine_groups
+    from fskv.errors import RestError
+    from fskv.hybrid_planner import GroupKind
+
 pytestmark = world.VLLM
 
 
 def _groups(kind: str, max_model_len: int = 1024, *, caching: bool = True):
     """Return how fskv describes an engine's one KV group, of vLLM's full attention or of a new kind."""
-    import torch
-    from vllm.v1 import kv_cache_interface as vllm
 
     @dataclass(frozen=True, kw_only=True)
     class NewAttentionSpec(vllm.AttentionSpec):
@@ -36,10 +51,6 @@ def _groups(kind: str, max_model_len: int = 1024, *, caching: bool = True):
 
 
 def _described(*groups, max_model_len=1024, caching=True):
-    from vllm.v1 import kv_cache_interface as vllm
-
-    from fskv.engines.vllm.identity import engine_groups
-
     config = vllm.KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[*groups])
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     model = SimpleNamespace(max_model_len=max_model_len)
@@ -51,8 +62,6 @@ def _described(*groups, max_model_len=1024, caching=True):
 
 @pytest.mark.parametrize("kind", ["NewAttentionSpec", "NewSpec"])
 def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
-    from fskv.errors import RestError
-
     with pytest.raises(RestError, match=rf"kind {kind}: fskv does not know") as error:
         _groups(kind)
     assert "\n" not in str(error.value)
@@ -61,8 +70,6 @@ def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
 @pytest.mark.parametrize("max_model_len", [2, 15, 16, 17])
 def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
     """After a hit one token of a prompt is computed: a request of 17 may use a block of 16 again."""
-    from fskv.errors import RestError
-
     if max_model_len > 16:
         assert len(_groups("FullAttentionSpec", max_model_len)) == 1
         return
@@ -73,8 +80,6 @@ def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
 
 
 def test_without_kv_that_is_used_again_the_engine_rests():
-    from fskv.errors import RestError
-
     with pytest.raises(RestError, match="no KV that vLLM would use again"):
         _described()
 
@@ -89,16 +94,11 @@ def test_negative_control_a_known_kind_is_described():
 
 
 def _uniform(**specs):
-    from vllm.v1 import kv_cache_interface as vllm
-
     spec = vllm.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     return _described(vllm.KVCacheGroupSpec([*specs], spec))
 
 
 def _full(dtype="bfloat16", **changes):
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32}
     return FullAttentionSpec(**{**heads, "dtype": getattr(torch, dtype), **changes})
 
@@ -121,12 +121,6 @@ def test_which_layer_has_which_format_is_told_and_not_only_that_of_the_first():
 
 
 def test_what_a_hit_needs_must_be_the_same_of_all_layers_of_a_group():
-    import torch
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
-
-    from fskv.errors import RestError
-    from fskv.hybrid_planner import GroupKind
-
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
     latents = MLAAttentionSpec(**heads)
     assert _uniform(a=_full(), b=latents)[0].spec.kind is GroupKind.FULL  # covered alike
@@ -140,8 +134,6 @@ def test_what_a_hit_needs_must_be_the_same_of_all_layers_of_a_group():
 
 def test_a_chunk_is_as_long_for_the_scheduler_as_for_workers_whose_layers_differ(tmp_path):
     """VLLM shows its scheduler the first layer's specification alone."""
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
     layers = {"a": _full(), "b": _full(num_kv_heads=8), "c": _full(num_kv_heads=8)}
     (of_worker,) = _uniform(**layers)
     (of_scheduler,) = _described(KVCacheGroupSpec([*layers], layers["a"]))
@@ -152,11 +144,6 @@ def test_a_chunk_is_as_long_for_the_scheduler_as_for_workers_whose_layers_differ
 @pytest.mark.parametrize("in_group_of_its_own", [True, False])
 def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_of_its_own):
     """DeepSeek V4.1: the window is kept out of prefix caching, and KV behind a hit is another one."""
-    import torch
-    from vllm.v1 import kv_cache_interface as vllm
-
-    from fskv.errors import RestError
-
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = vllm.KVCacheGroupSpec(["full"], vllm.FullAttentionSpec(**heads))
 
@@ -173,11 +160,6 @@ def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_o
 
 def test_a_stage_without_a_layer_of_some_group_rests():
     """Windows before full attention, in two stages: vLLM keeps the group there, without layers."""
-    import torch
-    from vllm.v1 import kv_cache_interface as vllm
-
-    from fskv.errors import RestError
-
     heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     spec = vllm.FullAttentionSpec(**heads)
     with pytest.raises(RestError, match="KV group 1 has no layer on this pipeline stage"):

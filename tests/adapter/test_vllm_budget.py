@@ -221,22 +221,6 @@ def test_a_rate_that_nobody_can_write_down_ends_no_engine_and_makes_no_second_th
         made.shutdown()
 
 
-def after_a_tail():
-    """An engine that has loaded most of a prompt and computed its last 17 tokens, in a slow first step."""
-    engine = Engine()
-    engine.compute("a step of its usual size", 10.0)
-    request = engine.request("first")
-    job, _ = engine.admit(request, 4224)
-    engine.end(job, 0.2)
-    engine.step(0.919, {request: 17})
-    return engine
-
-
-def test_the_tail_of_a_loaded_prompt_gives_no_rate_of_prefill():
-    engine = after_a_tail()
-    assert engine.budget.recompute_s(4352) == pytest.approx(43.5, rel=0.01)
-
-
 def test_a_load_may_take_as_long_as_its_recompute_and_no_less_than_a_moment():
     engine = Engine()
     engine.compute("a", 10.0)
@@ -272,14 +256,6 @@ def test_after_a_load_that_was_given_up_hits_are_declined_until_one_is_fast():
     assert engine.ask("next")[0] == FOUND
 
 
-def test_a_load_that_ends_well_ends_the_wait_of_all():
-    engine = known(0.5, 10.0)
-    jobs = [engine.ask(name)[1] for name in ("late", "fast")]
-    engine.end(jobs[0], 9.0, late=True)
-    engine.end(jobs[1], 0.1)
-    assert engine.ask("next")[0] == FOUND
-
-
 def test_negative_control_without_the_option_slow_storage_is_loaded_from():
     engine = slow(load_budget="off")
     assert engine.ask("a")[::2] == (FOUND, math.inf)
@@ -303,15 +279,6 @@ def test_a_load_has_ended_when_every_rank_has_told():
     assert engine.counted(metrics.CUT_LOADS) == 1
 
 
-def test_a_load_that_was_late_is_not_tried_again_without_a_budget_either():
-    engine = known(0.5, 10.0, load_budget="off")
-    request = engine.request("a")
-    job, _ = engine.admit(request, engine.take(request))
-    engine.end(job, 9.0, late=True)
-    assert engine.take(request) == 0
-    assert engine.ask("b")[0] == FOUND
-
-
 def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declined_for_the_next():
     engine = known(0.5, 10.0)
     request = engine.request("a")
@@ -325,47 +292,6 @@ def test_a_load_that_was_given_up_is_not_tried_again_for_this_request_and_declin
     job, _ = failed.admit(request, failed.take(request))
     failed.end(job, 9.0, failed=True)
     assert failed.take(request) == FOUND
-
-
-def test_what_a_rank_tells_of_a_load_from_before_a_reset_is_not_kept():
-    engine = Engine(num_ranks=2)
-    engine.compute("computed", 10.0)
-    _, job, _ = engine.ask("a")
-    engine.budget.on_loads({job: [told(0.1)]})
-    engine.budget.reset()
-    engine.budget.on_loads({job: [told(0.1)]})
-    assert engine.budget._loads == {}
-
-
-def test_a_hit_that_another_child_of_a_multi_connector_serves_was_not_declined():
-    engine = known(0.1, 10.0)
-    request = engine.request("a")
-    assert engine.take(request) == FOUND
-    engine.admit(request, 0)
-    assert engine.counted(metrics.DECLINED_TOKENS) == 0
-
-
-def test_a_step_that_was_scheduled_before_the_last_output_counts_from_that_output():
-    engine = Engine()
-    first, second = engine.request("a"), engine.request("b")
-    for request in (first, second):
-        engine.admit(request, 0)
-    for request in (first, second):  # both are scheduled before the first has ended
-        engine.budget.on_step(scheduled({request: PROMPT}))
-    for _ in range(2):
-        engine.clock.advance(10.0)
-        engine.budget.on_output()
-    assert engine.budget.recompute_s(PROMPT) == pytest.approx(10.0, rel=0.01)
-
-
-def test_finished_requests_leave_nothing_behind():
-    engine = known(20.0, 10.0)
-    names = [f"r{n}" for n in range(50)]
-    for name in names:
-        request = engine.request(name)
-        engine.admit(request, engine.take(request))
-    engine.step(0.1, {}, finished=[*names, "computed", "loaded"])
-    assert not engine.budget._asked
 
 
 def test_a_load_that_ends_after_its_request_was_aborted_leaves_nothing_behind():
@@ -448,18 +374,6 @@ def test_what_is_below_zero_is_counted_as_nothing_or_prometheus_would_raise_in_v
 # --- what is predicted --------------------------------------------------------------------------
 
 
-def test_a_short_tail_does_not_change_what_long_steps_have_shown():
-    engine = Engine()
-    engine.compute("long", 1.0)
-    for _ in range(100):
-        engine.compute("tail", 0.9, 17)
-    assert engine.budget.recompute_s(1000) == pytest.approx(1.0, rel=0.01)
-    small = Engine()  # the control: an engine of small steps is measured by them
-    for _ in range(10):
-        small.compute("small", 0.8, 17)
-    assert small.budget.recompute_s(1000) == pytest.approx(50.0)
-
-
 def test_what_is_decoded_and_drafted_is_no_prompt():
     engine = Engine()
     engine.compute("prompt", 10.0)
@@ -468,10 +382,3 @@ def test_what_is_decoded_and_drafted_is_no_prompt():
     assert engine.budget.recompute_s(PROMPT) == pytest.approx(10.0, rel=0.01)
     engine.step(0.1, decoding)  # the control: without drafts they are ends of prompts
     assert engine.budget.recompute_s(PROMPT) < 5.0
-
-
-def test_an_engine_that_became_slower_is_believed_after_some_thousand_tokens():
-    engine = Engine()
-    for seconds in [1.0] * 50 + [4.0] * 30:
-        engine.compute("r", seconds)
-    assert engine.budget.recompute_s(1000) > 3.5

@@ -164,33 +164,6 @@ def test_all_whole_chunks_are_hit_though_vllm_would_leave_out_the_last(
     assert hit_after_a_restart(groups, num_tokens, mended=False, **shape) == of_vllm < whole
 
 
-def test_groups_without_a_draft_stay_as_they_are_and_those_with_one_are_named(caplog):
-    from fskv.engines.vllm.quirks import load_last_chunks
-
-    caplog.set_level("INFO", "fskv")
-    scheduler = scheduler_of_vllm((WINDOWS, FULL), set(), blocks_per_chunk=1, retention=0)
-    before = scheduler.config
-    load_last_chunks(scheduler)
-    assert scheduler.config is before
-    assert [line for line in caplog.messages if line.startswith("fskv: ")] == []
-    drafting = scheduler_of_vllm((WINDOWS, DRAFT), set(), blocks_per_chunk=1, retention=0)
-    load_last_chunks(drafting)
-    (line,) = (line for line in caplog.messages if line.startswith("fskv: "))
-    assert "KV groups with layers of a draft: [1]; " in line
-
-
-def test_a_scheduler_of_another_kind_stays_as_it_is():
-    from fskv.engines.vllm.quirks import load_last_chunks
-
-    for config in (
-        SimpleNamespace(),
-        SimpleNamespace(kv_group_configs=(SimpleNamespace(**DRAFT, group_idx=0),)),
-    ):
-        scheduler = SimpleNamespace(config=config)
-        load_last_chunks(scheduler)
-        assert scheduler.config is config
-
-
 @pytest.mark.parametrize(
     ("method", "runner_v2", "layers_by_group", "refused"),
     [

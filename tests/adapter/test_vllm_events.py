@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +13,36 @@ import xxhash
 from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+        OffloadingEventsTracker,
+    )
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadingKVEventsConfig,
+        ReqContext,
+        make_offload_key,
+    )
+
+    from fskv.engines.vllm import events as module
+    from fskv.engines.vllm.budget import LoadBudget
+    from fskv.engines.vllm.connector import FskvConnector
+    from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
+    from fskv.types import ChunkId, Presence, Status
+
 pytestmark = world.VLLM
 
 
 def _chunk(number: int, group_idx: int = 0):
-    from fskv.types import ChunkId
-
     return ChunkId(number.to_bytes(32, "big"), group_idx)
 
 
 def _key(number: int, group_idx: int = 0):
-    from vllm.v1.kv_offload.base import make_offload_key
-
     return make_offload_key(number.to_bytes(32, "big"), group_idx)
 
 
@@ -33,8 +52,6 @@ def _name(number: int, group_idx: int = 0) -> tuple[bytes, int]:
 
 
 def _taken(events) -> list[tuple[str, bytes]]:
-    from vllm.v1.kv_offload.base import Medium
-
     news = []
     for event in events:
         assert event.medium is Medium.STORAGE
@@ -42,53 +59,11 @@ def _taken(events) -> list[tuple[str, bytes]]:
     return news
 
 
-def _manager(*, num_ranks: int = 1, events: object = True, **options):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.events import KvEvents
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-
-    config = StoreConfig.from_mapping({"root": "/nowhere", "maintenance": "off", **options})
-    manager = FskvManager(config, 2, KvEvents() if events else None)
-    ranks = range(num_ranks)
-    manager.set_workers(
-        [FskvHandshake(r, num_ranks, 2, "/nowhere", b"d", 0o700, 0o600, {0: 4096}) for r in ranks]
-    )
-    return manager
-
-
 # --- what is remembered ---------------------------------------------------------------------
-
-
-def test_a_chunk_is_announced_once_until_it_was_taken_back():
-    from fskv.engines.vllm.events import KvEvents
-
-    events = KvEvents()
-    events.stored(_chunk(1))
-    events.stored(_chunk(1))
-    events.removed(_chunk(2))
-    assert _taken(events.take()) == [("stored", _key(1))]
-    assert _taken(events.take()) == []
-    events.removed(_chunk(1))
-    events.removed(_chunk(1))
-    events.stored(_chunk(1))
-    assert _taken(events.take()) == [("removed", _key(1)), ("stored", _key(1))]
-
-
-def test_the_pruner_takes_back_by_the_name_of_a_file():
-    from fskv.engines.vllm.events import KvEvents
-
-    events = KvEvents()
-    for number in range(4):
-        events.stored(_chunk(number, group_idx=number % 2))
-    list(events.take())
-    events.removed_names([_name(1, 1), _name(2, 1), _name(9), _name(2, 0)])
-    assert _taken(events.take()) == [("removed", _key(1, 1)), ("removed", _key(2, 0))]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_router_believes_only_what_can_be_taken_back(seed):
-    from fskv.engines.vllm.events import KvEvents
-
     rng = random.Random(seed)
     limit = rng.randrange(1, 12)
     events, believed = KvEvents(limit), set()
@@ -118,8 +93,6 @@ def test_a_router_believes_only_what_can_be_taken_back(seed):
 @pytest.mark.parametrize("in_a_step", [3, 1000], ids=["", "negative_control"])
 def test_what_is_said_again_is_said_in_parts_and_only_what_is_still_there(monkeypatch, in_a_step):
     """VLLM makes an event of each on the scheduler's thread: of a full memory of them that is seconds."""
-    from fskv.engines.vllm import events as module
-
     monkeypatch.setattr(module, "_AGAIN_IN_A_STEP", in_a_step)
     events = module.KvEvents()
     for number in range(10):
@@ -139,39 +112,25 @@ def test_what_is_said_again_is_said_in_parts_and_only_what_is_still_there(monkey
     assert believed == {_key(number) for number in range(10)} - {_key(1)}
 
 
-def test_what_was_seen_last_is_forgotten_last():
-    from fskv.engines.vllm.events import KvEvents
-
-    events = KvEvents(2)
-    for number in (1, 2, 1, 3):
-        events.stored(_chunk(number))
-    assert _taken(events.take())[-2:] == [("stored", _key(3)), ("removed", _key(2))]
-
-
-def test_events_are_kept_only_where_the_engine_publishes_them():
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
-
-    from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
-
+def test_events_are_kept_only_where_the_engine_publishes_them(make_manager, describing):
     assert KvEvents.enabled_by(OffloadingKVEventsConfig(False, True), 512) is None
     plain = KvEvents.enabled_by(OffloadingKVEventsConfig(True, False), 512)
     describing = KvEvents.enabled_by(OffloadingKVEventsConfig(True, True), 4096)
     assert plain._max_announced == MAX_ANNOUNCED
     assert describing._max_announced == 2048, "vLLM keeps the tokens of each"
 
-    manager = _manager(events=False)
+    manager = make_manager()
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.chunks.on_removed([_name(1)])
     assert list(manager.take_events()) == []
     assert not manager.has_pending_work()
-    manager.shutdown()
 
 
 # --- the manager ----------------------------------------------------------------------------
 
 
-def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
-    manager = _manager(num_ranks=2)
+def test_a_chunk_is_announced_when_the_last_rank_has_published_it(make_manager):
+    manager = make_manager(2, kv_events=KvEvents())
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.on_news(News(stored={_chunk(1): {0}}))
     assert _taken(manager.take_events()) == []
@@ -179,7 +138,6 @@ def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
     assert _taken(manager.take_events()) == [("stored", _key(1))]
     manager.chunks.on_removed([_name(1)])
     assert _taken(manager.take_events()) == [("removed", _key(1))]
-    manager.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -194,23 +152,18 @@ def test_a_chunk_is_announced_when_the_last_rank_has_published_it():
         ("breaker", False),
     ],
 )
-def test_a_failed_load_takes_back_what_is_gone_and_nothing_else(status, gone):
-    from fskv.types import Status
-
-    manager = _manager()
+def test_a_failed_load_takes_back_what_is_gone_and_nothing_else(status, gone, make_manager):
+    manager = make_manager(kv_events=KvEvents())
     manager.on_news(News(stored={_chunk(1): {0}}))
     list(manager.take_events())
     manager.on_news(News(failed_loads={_chunk(1): Status(status), _chunk(2): Status(status)}))
     assert _taken(manager.take_events()) == ([("removed", _key(1))] if gone else [])
-    manager.shutdown()
 
 
-def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkeypatch):
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext
-
-    from fskv.types import Presence, Status
-
-    manager = _manager()
+def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(
+    monkeypatch, make_manager
+):
+    manager = make_manager(kv_events=KvEvents())
     answers = {
         "found": (Presence.HIT, Status.OK),
         "not there": (Presence.MISS, Status.MISSING),
@@ -222,17 +175,14 @@ def test_a_chunk_that_another_engine_stored_is_announced_when_it_is_found(monkey
             result = manager.lookup(_key(number), ReqContext(request))
         assert (result is LookupResult.HIT) is (number == 0)
     assert _taken(manager.take_events()) == [("stored", _key(0))]
-    manager.shutdown()
 
 
-def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatch):
-    from vllm.v1.kv_offload.base import ReqContext
-
+def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatch, make_manager):
     from fskv.engines.vllm import manager
 
     now = [1000.0]
     monkeypatch.setattr(manager.time, "monotonic", lambda: now[0])
-    manager = _manager()
+    manager = make_manager(kv_events=KvEvents())
     assert not manager.has_pending_work()
     manager.prepare_store([_key(1), _key(2)], ReqContext("r"))
     assert manager.has_pending_work()
@@ -244,24 +194,16 @@ def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatc
     assert manager.has_pending_work()
     now[0] += 2.1  # a hung mount
     assert not manager.has_pending_work()
-    manager.shutdown()
 
 
 # --- with vLLM's tracker --------------------------------------------------------------------
 
 
-def _describing(**options):
+@pytest.fixture
+def describing(make_manager):
     """Return a connector around a manager and vLLM's own tracker, as far as events need one."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
-
-    from fskv.engines.vllm.budget import LoadBudget
-    from fskv.engines.vllm.connector import FskvConnector
-
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
-    manager = _manager(**options)
+    manager = make_manager(kv_events=KvEvents(), weights_fixed=True)
 
     class Scheduler:
         _sliding_window_groups = ()
@@ -287,7 +229,6 @@ def _describing(**options):
 
 def _payload(number: int):
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
-    from vllm.v1.kv_offload.base import Medium
 
     values = dict.fromkeys(events._OffloadEventMetadata.__slots__)
     hashes = (b"first" + bytes([number % 256]), number.to_bytes(32, "big"))
@@ -306,9 +247,9 @@ def _payload(number: int):
     )
 
 
-def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is():
+def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is(describing):
     """VLLM's own AllBlocksCleared has a router forget the disk."""
-    connector, manager, payloads = _describing(weights_fixed=True)
+    connector, manager, payloads = describing
     payloads[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
     assert len(list(connector.take_events())) == 1
@@ -321,18 +262,16 @@ def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is():
     manager.doubt_weights("they changed", vouched=False)
     manager.on_news(News(stored={_chunk(3): {0}}))
     assert list(connector.take_events()) == [], "stopped: nothing will be served"
-    manager.shutdown()
 
 
 @pytest.mark.parametrize("hears", [True, pytest.param(False, id="negative_control")])
-def test_a_router_hears_again_what_is_on_disk_after_vllm_said_that_all_is_cleared(hears):
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
+def test_a_router_hears_again_what_is_on_disk_after_vllm_said_that_all_is_cleared(
+    hears, describing
+):
     def said(number):
         return maybe_convert_block_hash(number.to_bytes(32, "big"))
 
-    connector, manager, payloads = _describing()
+    connector, manager, payloads = describing
     pool = BlockPool(4, True, 1, enable_kv_cache_events=True)
     if hears:
         connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
@@ -353,35 +292,25 @@ def test_a_router_hears_again_what_is_on_disk_after_vllm_said_that_all_is_cleare
     assert said(2) not in believed
     assert said(3) in believed
     assert list(connector.take_events()) == []
-    manager.shutdown()
 
 
-def test_the_payloads_that_vllm_keeps_are_bounded():
-    from fskv.engines.vllm import events
-
-    connector, manager, payloads = _describing()
-    manager.events = events.KvEvents(1000)
+def test_the_payloads_that_vllm_keeps_are_bounded(describing):
+    connector, manager, payloads = describing
+    manager.events = module.KvEvents(1000)
     most = 0
     for number in range(20_000):
         payloads[_key(number)] = _payload(number)
         list(connector.take_events())
         most = max(most, len(payloads))
-    assert most <= 1001 + 2 * events._PAYLOADS_SLACK
+    assert most <= 1001 + 2 * module._PAYLOADS_SLACK
     assert all(_key(number) in payloads for number in range(19_000, 20_000))
-    manager.shutdown()
 
 
-def test_without_trimming_vllm_keeps_payloads_for_ever():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
-
-    manager = _manager()
+def test_without_trimming_vllm_keeps_payloads_for_ever(make_manager):
+    manager = make_manager(kv_events=KvEvents())
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     tracker._pending_event_metadata[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.chunks.on_removed([_name(1)])
     list(tracker.take_events(manager.take_events()))
     assert list(tracker._pending_event_metadata) == [_key(1)]
-    manager.shutdown()

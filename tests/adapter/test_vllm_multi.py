@@ -7,19 +7,52 @@ import inspect
 import os
 import pickle
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    import functools
+
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from test_vllm_contract import _check_overrides
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+        MultiKVConnectorStats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from fskv.engines.vllm.admission import Admission
+    from fskv.engines.vllm.connector import FskvConnector
+    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+    from fskv.engines.vllm.plugin import register
+    from fskv.engines.vllm_multi import connector as module
+    from fskv.engines.vllm_multi.connector import FskvMultiConnector, _check_whole_chunks, _real
+    from fskv.engines.vllm_multi.metrics import OWN, _sharing, stats_id
+    from fskv.errors import ConfigError
+    from fskv.kv_transfer.multi import ChildConfig, check_roots
+    from fskv.observe import metrics
+    from fskv.observe.metrics import Counters
+
 pytestmark = world.VLLM
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    from fskv.engines.vllm.plugin import register
-
     register()
 
 
@@ -69,10 +102,6 @@ class Child:
 
 def connector(*children, lookup_timeout_s=60.0, weights=None):
     """Return one whose children are these, as its constructor leaves it on the scheduler's side."""
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector
-    from fskv.observe.metrics import Counters
-
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors = list(children)
     made._names = [f"child{idx}" for idx in range(len(children))]
@@ -98,14 +127,6 @@ def output(finished=(), failed=()):
 
 
 def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
-    from test_vllm_contract import _check_overrides
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector
-
     assert issubclass(FskvMultiConnector, MultiConnector)
     assert not inspect.isabstract(FskvMultiConnector)
     assert _check_overrides(FskvMultiConnector, MultiConnector) == []
@@ -138,8 +159,6 @@ def test_every_child_is_asked_each_time_and_only_the_chosen_one_loads():
 
 def test_vllms_own_connector_defers_instead():
     """The negative control: one child without an answer, and the request waits, for as long as that is so."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
     multi = connector(Child(None), Child(96))
     for _ in range(3):
         assert MultiConnector.get_num_new_matched_tokens(multi, request(), 0) == (None, False)
@@ -174,10 +193,6 @@ def test_the_child_with_the_most_by_weight_is_loaded_from(tokens, weights, found
 
 
 def test_a_silent_child_of_vllms_kind_has_whole_chunks_at_most():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
     class Silent(OffloadingConnector):
         def __init__(self, *, partial):
             groups = [SimpleNamespace(tokens_per_chunk=size) for size in (16, 64)]
@@ -232,8 +247,6 @@ def test_with_nothing_elsewhere_one_of_ours_ends_the_wait_itself_and_another_is_
     monkeypatch, is_ours
 ):
     """Also for a load of the same tokens: to go on would compute them again."""
-    from fskv.engines.vllm_multi import connector as module
-
     monkeypatch.setattr(module, "FskvConnector", Child if is_ours else int)
     silent = Child(None)
     multi = connector(silent, Child(0), lookup_timeout_s=0.01)
@@ -288,14 +301,6 @@ def test_one_child_that_fails_does_not_keep_the_others_from_closing_or_resetting
 
 
 def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm_multi.connector import _check_whole_chunks
-    from fskv.errors import ConfigError
-
     def child(cls, blocks_per_chunk, windows):
         made = cls.__new__(cls)
         made.connector_scheduler = SimpleNamespace(
@@ -316,10 +321,6 @@ def test_vllms_own_offloading_of_windows_in_chunks_of_several_blocks_is_refused(
 
 
 def test_a_link_to_the_root_of_another_child_is_noticed(tmp_path):
-    from fskv.engines.vllm_multi.connector import _real
-    from fskv.errors import ConfigError
-    from fskv.kv_transfer.multi import ChildConfig, check_roots
-
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     os.symlink(tmp_path / "a", tmp_path / "link")
@@ -346,9 +347,6 @@ def test_a_link_to_the_root_of_another_child_is_noticed(tmp_path):
     ],
 )
 def test_a_child_that_vllm_refuses_is_named(child, sentence):
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector
-    from fskv.errors import ConfigError
-
     of = FskvMultiConnector._get_connector_classes_and_configs
     assert len(of(_vllm_config(_child_config("a"), _child_config("b")))) == 2
     with pytest.raises(ConfigError) as caught:
@@ -358,11 +356,11 @@ def test_a_child_that_vllm_refuses_is_named(child, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplog):
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+# --- metrics --------------------------------------------------------------------------------
 
+
+def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplog):
     from fskv.engines.vllm_multi import connector
-    from fskv.errors import ConfigError
 
     first = Child()
 
@@ -378,12 +376,7 @@ def test_a_child_that_refuses_to_start_closes_those_that_have(monkeypatch, caplo
     assert first.calls == ["shutdown"]
 
 
-# --- metrics --------------------------------------------------------------------------------
-
-
 def _vllm_config(*children):
-    from vllm.config import KVTransferConfig
-
     outer = KVTransferConfig(
         kv_connector="FskvMultiConnector",
         kv_role="kv_both",
@@ -403,10 +396,6 @@ def _child_config(name, kind="FskvConnector", kv_role="kv_both", **extra):
 
 def _registered(connector_cls, config):
     """Return vLLM's metrics of a configuration on a registry of its own, and that registry."""
-    import functools
-
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
     registry = CollectorRegistry()
     types = {cls: functools.partial(cls, registry=registry) for cls in (Counter, Gauge, Histogram)}
     made = connector_cls.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
@@ -414,17 +403,6 @@ def _registered(connector_cls, config):
 
 
 def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own():
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector
-    from fskv.engines.vllm_multi.metrics import OWN, stats_id
-    from fskv.observe import metrics
-    from fskv.observe.metrics import Counters
-
     config = _vllm_config(
         _child_config("a"), _child_config("b"), _child_config("pool", "OffloadingConnector")
     )
@@ -466,8 +444,6 @@ def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own()
 
 
 def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
-    from fskv.engines.vllm_multi.metrics import _sharing
-
     defined, made = [], {}
 
     def gauge(**definition):
@@ -484,8 +460,6 @@ def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
 
 def test_under_vllms_own_connector_the_children_collide():
     """The negative control: two classes cannot be registered, two of one class are one."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
     both = _vllm_config(_child_config("a"), _child_config("pool", "OffloadingConnector"))
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         _registered(MultiConnector, both)

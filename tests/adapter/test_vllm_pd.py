@@ -7,6 +7,7 @@ itself. With the real one: tests/pd_engines.
 from __future__ import annotations
 
 import pickle
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,18 @@ import pytest
 from world import VLLM
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM and torch among themselves
+    from scheduler_half import scheduler_with, step
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    from fskv.errors import ConfigError
+
 pytestmark = VLLM
 
 ROOT = "/nowhere"
@@ -48,24 +61,18 @@ class Pulls:
 
 
 def multi(*children):
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
     made = MultiConnector.__new__(MultiConnector)
     made._connectors, made._requests_to_connector, made._extra_async_saves = list(children), {}, {}
     return made
 
 
 def ours():
-    from fskv.engines.vllm.connector import FskvConnector
-
     made = FskvConnector.__new__(FskvConnector)
     made.connector_worker = made.connector_scheduler = None
     return made
 
 
 def worker_half(handshake):
-    from fskv.engines.vllm.connector import FskvOffloadingSpec
-
     made = ours()
     spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
     spec.worker = SimpleNamespace(handshake=handshake)
@@ -74,9 +81,6 @@ def worker_half(handshake):
 
 
 def scheduler_half(root=ROOT):
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.manager import FskvManager
-
     made = ours()
     config = StoreConfig.from_mapping({"root": root, "maintenance": "off"})
     made._setup = SimpleNamespace(config=config, vllm_config=None)
@@ -93,8 +97,6 @@ class Core:
         self.workers = [multi(*make_children(worker_half(one))) for one in handshakes]
 
     def _send(self, function, timeout):
-        from vllm.distributed.kv_transfer import kv_transfer_state
-
         assert timeout > 0
         answers = []
         for worker in self.workers:
@@ -112,8 +114,6 @@ class Core:
 
 
 def handshakes(root=ROOT):
-    from fskv.engines.vllm.manager import FskvHandshake
-
     return [
         FskvHandshake(rank, 2, 2, f"{root}/cpu/m@0", b"d", 0o700, 0o600, {0: 4096})
         for rank in (0, 1)
@@ -141,8 +141,6 @@ def test_each_child_hears_its_own_workers_whichever_is_first(monkeypatch, order)
 
 
 def test_negative_control_a_handshake_of_ours_would_be_handed_to_the_other_one(monkeypatch):
-    from fskv.engines.vllm.connector import FskvConnector
-
     monkeypatch.setattr(FskvConnector, "get_handshake_metadata", lambda own: own.handshake)
     core = Core(monkeypatch, fskv_first, handshakes())
     half = scheduler_half()
@@ -152,8 +150,6 @@ def test_negative_control_a_handshake_of_ours_would_be_handed_to_the_other_one(m
 
 
 def test_workers_that_disagree_are_refused_beside_another_connector_too(monkeypatch):
-    from fskv.errors import ConfigError
-
     first, second = handshakes()
     for wrong in ([first, replace(second, namespace_digest=b"e")], [first]):
         core = Core(monkeypatch, fskv_last, wrong)
@@ -161,39 +157,9 @@ def test_workers_that_disagree_are_refused_beside_another_connector_too(monkeypa
             core.start(multi(*fskv_last(scheduler_half())))
 
 
-def test_where_the_workers_cannot_be_asked_the_engine_does_not_start():
-    from fskv.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="no worker reported a namespace"):
-        scheduler_half().set_xfer_handshake_metadata_pp_aware({(0, 0): "theirs"})
-
-
-def test_each_of_two_connectors_takes_the_workers_of_its_own_root(monkeypatch):
-    """In FskvMultiConnector; its workers have a connector for each root."""
-    roots = [handshakes(), handshakes("/other")]
-    halves = [scheduler_half(), scheduler_half("/other")]
-    make = lambda own: (own, worker_half(roots[1][own.handshake.rank]))
-    core = Core(monkeypatch, make, roots[0])
-    core.start(multi(*halves))
-    for half, expected in zip(halves, roots, strict=True):
-        assert half._manager.workers == expected
-        half._manager.shutdown()
-
-
-def test_beside_a_child_without_a_handshake_it_is_the_same(monkeypatch):
-    core = Core(monkeypatch, lambda own: (Pulls(), own), handshakes())
-    half = scheduler_half()
-    ignores = SimpleNamespace(set_xfer_handshake_metadata_pp_aware=lambda metadata: None)
-    core.start(multi(ignores, half))
-    assert half._manager.workers == handshakes()
-    half._manager.shutdown()
-
-
 @pytest.mark.parametrize("told", [True, False], ids=["told", "negative_control"])
 def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, told):
     """Block 7 was a finished request's, whose store is queued; "r" gets it, and the sibling pulls into it."""
-    from test_vllm_reset import scheduler_with, step
-
     from fskv.engines.vllm import connector
 
     if not told:

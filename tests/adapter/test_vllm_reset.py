@@ -11,7 +11,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from world import VLLM, make_identity, read_by_hand, returns_in_time, wait_for
+from world import VLLM, read_by_hand, returns_in_time, wait_for
 
 from faults import transport as faults
 
@@ -20,6 +20,8 @@ pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
     import torch
+    from one_group import PAGE, worker_of
+    from scheduler_half import scheduler_with, step
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
@@ -42,9 +44,6 @@ with warnings.catch_warnings():
         OffloadingConnector,
     )
     from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
         GPULoadStoreSpec,
         OffloadingKVEventsConfig,
         ReqContext,
@@ -55,55 +54,11 @@ with warnings.catch_warnings():
     from fskv.config import StoreConfig
     from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm.files import own_files
-    from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import FskvManager, to_chunk
     from fskv.engines.vllm.metrics import SoFar
     from fskv.engines.vllm.quirks import mend_vllm
-    from fskv.engines.vllm.worker import FskvWorker
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.root.root import Root
 
 pytestmark = VLLM
-
-
-def scheduler_with(jobs):
-    """vLLM's scheduler side with these jobs, (request, is_store) by number; loads are of this step."""
-    made = OffloadingConnectorScheduler.__new__(OffloadingConnectorScheduler)
-    made.config = SimpleNamespace(
-        supports_partial_tail=False, kv_group_configs=(), blocks_per_chunk=1
-    )
-    made.manager = SimpleNamespace(
-        on_schedule_end=lambda context: None,
-        on_request_finished=lambda context: None,
-        admit=lambda *_: None,
-        take_touches=list,
-    )
-    made._req_status = {}
-    for number, (req_id, _) in jobs.items():
-        status = made._req_status.setdefault(req_id, SimpleNamespace(transfer_jobs=set()))
-        status.transfer_jobs.add(number)
-    made._jobs = {n: SimpleNamespace(is_store=is_store) for n, (_, is_store) in jobs.items()}
-    made._current_batch_load_jobs = {
-        n: SimpleNamespace(req_id=req_id) for n, (req_id, is_store) in jobs.items() if not is_store
-    }
-    made._current_batch_jobs_to_flush, made._current_batch_allocated_block_ids = set(), set()
-    made._sliding_window_groups, made._block_id_to_pending_jobs = (), {}
-    return made
-
-
-def step(preempted):
-    return SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_reqs=0
-        ),
-        num_scheduled_tokens={},
-        finished_req_ids=set(),
-        preempted_req_ids=preempted,
-        kv_cache_block_copies=None,
-        kv_connector_block_state=None,
-    )
 
 
 JOBS = {1: ("stores", True), 2: ("stores", True), 3: ("loads", False)}
@@ -154,7 +109,6 @@ def test_a_request_that_a_reset_preempts_and_that_loads_in_the_same_step_is_no_e
 # --- the engine gives its KV up -----------------------------------------------------------------
 
 POISON = 0x5A
-PAGE = 8192
 REQUEST = ReqContext("r")
 
 
@@ -202,24 +156,8 @@ class Engine:
         os.makedirs(root)
         options = {"root": str(root), "maintenance": "off", "io_threads": 2, **options}
         config = StoreConfig.from_mapping(options)
-        group = EngineGroup(GroupSpec(0, GroupKind.FULL, 16, None), "full", PAGE, ("layer",))
         self.kv = torch.randint(-128, 128, (64, PAGE), dtype=torch.int8)
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self.kv, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
-        )
-
-        def open_namespace():
-            return Root.open(config.root, create=True).open_namespace(make_identity())
-
-        self.worker = FskvWorker(
-            config,
-            [group],
-            own_files([group], 1, caches, None),
-            open_namespace(),
-            restore=open_namespace,
-            rank=0,
-            world_size=1,
-        )
+        self.worker = worker_of(config, self.kv)
         self.manager = FskvManager(config, 1)
         self.manager.set_workers([self.worker.handshake])
         self.grants = self.manager.chunks.capacity = Grants()
@@ -444,13 +382,6 @@ def test_a_reset_returns_when_the_copy_in_progress_has_ended(make_engine):
     engine.give_up_kv()
     engine.settle()
     assert engine.stored() in ({}, {1: kv[1].numpy().tobytes()})
-
-
-def test_a_reset_from_where_no_engine_is_found_says_so_and_resets(make_engine, caplog):
-    engine = make_engine(faults.Script(), weights_fixed=False)
-    assert engine.scheduler.reset_cache() is True
-    assert "cannot reach the engine's workers" in caplog.text
-    assert engine.manager.prepare_store([make_offload_key(b"k", 0)], REQUEST).keys_to_store == []
 
 
 def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):

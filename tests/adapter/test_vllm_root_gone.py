@@ -73,9 +73,3 @@ def test_a_root_that_is_gone_opens_the_breaker_and_one_that_is_back_closes_it(ma
     os.rename(away, root)
     wait_for(lambda: ask(manager, 41) == (Presence.MISS, Status.MISSING))
     assert not manager.chunks.breaker.open
-
-
-def test_where_one_chunk_is_there_the_root_is_not_asked_for(manager, tmp_path):
-    os.unlink(tmp_path / "root" / "fskv.json")
-    assert ask(manager, 0) == (Presence.HIT, Status.OK)
-    assert not manager.chunks.breaker.open

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import world
 
-pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-
 from fskv.bounds.limits import RootState
-from fskv.config import StoreConfig
 from fskv.data_path.breaker import FAILURES
 from fskv.observe import metrics
 from fskv.offload.mover import News
@@ -25,13 +17,8 @@ pytestmark = world.VLLM
 
 
 @pytest.fixture
-def manager():
-    config = {"root": "/nowhere", "maintenance": "off"}
-    made = FskvManager(StoreConfig.from_mapping(config), 2)
-    worker = FskvHandshake(0, 1, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
-    made.set_workers([worker])
-    yield made
-    made.shutdown()
+def manager(make_manager):
+    return make_manager()
 
 
 def stats(manager):

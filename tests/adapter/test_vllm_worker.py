@@ -8,33 +8,25 @@ import warnings
 import pytest
 from cuda_sim import SimEvent, simulation
 from cuda_torch import on_simulation
-from world import VLLM, make_identity, wait_for
+from world import VLLM, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
     import torch
+    from one_group import PAGE, worker_of
     from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
         GPULoadStoreSpec,
     )
 
     from fskv.config import StoreConfig
     from fskv.data_path.runner import JobRunner
-    from fskv.engines.vllm.files import own_files
-    from fskv.engines.vllm.identity import EngineGroup
     from fskv.engines.vllm.manager import ChunkKeys
-    from fskv.engines.vllm.worker import FskvWorker
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.root.root import Root
     from fskv.types import ChunkId
 
 pytestmark = VLLM
 
-PAGE = 8192
 LATE_S = 0.3  # a step takes so long; without protection a copy is done long before
 
 
@@ -46,25 +38,8 @@ class Rig:
         config = StoreConfig.from_mapping(
             {"root": str(root), "maintenance": "off", "io_threads": 2, "direct_io": "off"}
         )
-        group = EngineGroup(GroupSpec(0, GroupKind.FULL, 16, None), "full", PAGE, ("layer",))
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(tensor, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
-        )
-
-        def open_namespace():
-            return Root.open(config.root, create=True).open_namespace(make_identity())
-
         self.reloaded = False
-        self.worker = FskvWorker(
-            config,
-            [group],
-            own_files([group], 1, caches, None),
-            open_namespace(),
-            restore=open_namespace,
-            rank=0,
-            world_size=1,
-            reloaded=lambda: self.reloaded,
-        )
+        self.worker = worker_of(config, tensor, reloaded=lambda: self.reloaded)
 
     def submit(self, job, numbers, *, load, blocks=None):
         keys = ChunkKeys([ChunkId(bytes([n]) * 32, 0) for n in numbers])

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
-import math
-import os
 import pathlib
 import re
 import shutil
@@ -22,8 +21,8 @@ import urllib.parse
 import urllib.request
 
 import pytest
-from places import LAB, REPOSITORY
-from test_docs import text_of
+from places import REPOSITORY
+from test_docs import check_links, text_of
 
 from fskv.observe import metrics
 
@@ -35,18 +34,21 @@ DASHBOARD = REPOSITORY / "deploy/grafana/dashboard.py"
 RULES = REPOSITORY / "deploy/prometheus/fskv.rules.yml"
 CONFIG = REPOSITORY / "deploy/prometheus/prometheus.yml"
 RULE_TESTS = REPOSITORY / "tests/meta/prometheus/fskv_rules_test.yml"
-OPERATIONS = REPOSITORY / "docs/operations.md"
-ANCHORS = {
-    *("disk-full", "slow-mount", "corrupt-files", "low-hit-ratio", "maintenance-gone"),
-    *("root-gone-or-the-mount-is-missing", "files-that-cannot-be-removed", "access-denied"),
-    *("weights-in-doubt", "watcher-down"),
-}
-# vLLM's own, held against a real engine below.
+# vLLM's own.
 VLLM = {
     "vllm:external_prefix_cache_hits_total",
     "vllm:external_prefix_cache_queries_total",
     "vllm:kv_offload_lookup_async_delay_seconds_bucket",
 }
+
+
+def test_vllm_publishes_what_the_dashboard_shows_of_it():
+    found = importlib.util.find_spec("vllm") or pytest.skip("needs vLLM: make test")
+    package = pathlib.Path(found.origin).parent
+    texts = [path.read_text() for path in package.glob("v1/metrics/*.py")]
+    texts += [path.read_text() for path in package.glob("distributed/**/metrics.py")]
+    for name in {re.sub("_(total|bucket)$", "", name) for name in VLLM}:
+        assert any(f'"{name}"' in text for text in texts), name
 
 
 def _needs(program: str) -> str:
@@ -127,14 +129,11 @@ def _recorded() -> set[str]:
 # --- the files themselves -------------------------------------------------------------------
 
 
-def test_every_expression_of_the_dashboard_names_what_is_published():
-    exprs = _panel_exprs(_dashboard())
+def test_every_expression_of_the_dashboard_and_of_the_rules_names_what_is_published():
+    exprs = [expr for _, expr in _panel_exprs(_dashboard())]
     assert len(exprs) > 40
-    for _, expr in exprs:
+    for expr in exprs:
         check_expr(expr)
-
-
-def test_every_expression_of_the_rules_names_what_is_published():
     for rule in _rules():
         check_expr(rule["expr"], _recorded())
 
@@ -157,10 +156,8 @@ def test_every_metric_is_on_the_dashboard():
     "expr",
     [
         "rate(vllm:fskv_lookup_hit_total[5m])",
-        "rate(vllm:fskv_lookup_hits[5m])",  # a counter has its suffix
         'vllm:fskv_breaker_open{reason="x"}',
         'increase(vllm:fskv_load_failures_total{reason="corrupted"}[5m])',
-        "up == 0",
         'up{job="watchers"} == 0',
         "fskv_root_limit",
     ],
@@ -170,14 +167,8 @@ def test_negative_control_an_expression_of_nothing_is_found(expr):
         check_expr(expr)
 
 
-def test_the_dashboard_has_what_grafana_needs():
+def test_every_variable_of_the_dashboard_is_one_that_grafana_has():
     dashboard = _dashboard()
-    rows: dict[int, int] = {}
-    for panel in dashboard["panels"]:
-        at = panel["gridPos"]
-        assert at["x"] == rows.get(at["y"], 0), f"{panel['title']} lies on another panel"
-        rows[at["y"]] = at["x"] + at["w"]
-    assert set(rows.values()) == {24}
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     for title, expr in _panel_exprs(dashboard):
         used = set(re.findall(r"\$\{?(\w+)", expr))
@@ -193,18 +184,8 @@ def test_every_alert_is_described_and_leads_to_a_section():
     }
     assert fires == quiet == {rule["alert"] for rule in alerts}, "a test of each kind for each"
     for rule in alerts:
-        assert rule["annotations"]["description"], rule["alert"]
-        assert rule["labels"]["severity"] in ("warning", "critical")
         document, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert document == "docs/operations.md", rule["alert"]
-        assert anchor in ANCHORS, rule["alert"]
-        if OPERATIONS.exists():
-            headings = re.findall(
-                r"^#+ (.*)$", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE
-            )
-            found = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-            found |= set(re.findall(r'<a (?:id|name)="([\w-]+)"', OPERATIONS.read_text()))
-            assert anchor in found, f"{rule['alert']}: docs/operations.md has no #{anchor}"
+        check_links(document, f"[runbook](#{anchor})\n{text_of(document)}")
 
 
 # --- promtool -------------------------------------------------------------------------------
@@ -215,13 +196,9 @@ def _promtool(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_promtool_finds_nothing_wrong_with_the_rules():
-    done = _promtool("check", "rules", str(RULES))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_promtool_finds_nothing_wrong_with_the_configuration():
-    done = _promtool("check", "config", str(CONFIG))
+@pytest.mark.parametrize("words", [("rules", RULES), ("config", CONFIG)])
+def test_promtool_finds_nothing_wrong(words):
+    done = _promtool("check", *map(str, words))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -293,9 +270,6 @@ class Prometheus:
     def values(self, expr: str) -> list[float]:
         return [value for _, value in self.series(expr)]
 
-    def alerts(self) -> set[str]:
-        return {a["labels"]["alertname"] for a in self.get("alerts")["alerts"]}
-
     def stop(self) -> None:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -324,12 +298,6 @@ def _filled(expr: str) -> str:
     ):
         expr = expr.replace(variable, value)
     return expr
-
-
-@pytest.fixture
-def ended():
-    with contextlib.ExitStack() as stack:
-        yield stack
 
 
 CHILDREN = {"/nvme/kv": "nvme", "/nfs/kv": "nfs"}
@@ -372,6 +340,7 @@ def _refused(prometheus: Prometheus, expr: str) -> str | None:
 
 def test_every_expression_is_evaluated_where_two_children_publish_the_same_metrics(static):
     exprs = [expr for _, expr in _panel_exprs(_dashboard())] + [r["expr"] for r in _rules()]
+    exprs += re.findall(r"^(vllm:\S+ \* on .*)$", text_of("docs/metrics.md"), re.MULTILINE)
     assert [(expr, why) for expr in exprs if (why := _refused(static, expr))] == []
     empty = [expr for _, expr in _panel_exprs(_dashboard()) if not static.values(_filled(expr))]
     assert empty == []
@@ -414,33 +383,6 @@ def test_series_of_two_children_are_shown_apart(static):
             assert len(lines) == len(set(lines)), (title, target["expr"])
 
 
-def test_an_alert_names_the_child_and_its_root(static):
-    """The template is a query: what is shown is what a real Prometheus made of it."""
-
-    def firing() -> dict[str | None, dict[str, str]]:
-        return {
-            alert["labels"].get("connector"): alert["annotations"]
-            for alert in static.get("alerts")["alerts"]
-            if alert["labels"]["alertname"] == "FskvCorruptChunks" and alert["state"] == "firing"
-        }
-
-    _until(lambda: len(firing()) == 3, "damage of three stores is three alerts", 60)
-    found = firing()
-    assert {child: one["root"] for child, one in found.items()} == {
-        **{child: root for root, child in CHILDREN.items()},
-        None: "/one",
-    }
-    assert "(nfs)" in found["nfs"]["summary"]
-    assert "(" not in found[None]["summary"]
-
-
-def test_the_expression_of_the_document_joins_a_series_with_its_root(static):
-    (expr,) = re.findall(r"^(vllm:\S+ \* on .*)$", text_of("docs/metrics.md"), re.MULTILINE)
-    found = {labels["root"] for labels, _ in static.series(expr)}
-    assert found == {*CHILDREN, "/one"}
-    assert "duplicate series" in _refused(static, expr.replace(ON, ON_WITHOUT))
-
-
 def test_a_hit_ratio_is_that_of_one_child(static):
     """One child has everything and the other nothing: every prompt is served."""
     of_child = {"nvme": 0.0, "nfs": 1.0}
@@ -458,130 +400,3 @@ def test_a_hit_ratio_is_that_of_one_child(static):
         assert found.keys() == {*of_child, None}
     (summed,) = static.values(rule.replace(", connector)", ")"))
     assert 0 < summed < 0.9, "negative control: as it was"
-
-
-def test_the_metrics_that_a_tier_lacks_are_metrics():
-    (without,) = re.findall(
-        r"metrics of requests are absent:\n(.*?)\.\n", text_of("docs/metrics.md"), re.DOTALL
-    )
-    absent = {f"fskv_{name}" for name in re.findall(r"`(\w+)`", without)}
-    assert absent < {metric.name for metric in metrics.ALL_METRICS}
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_real_prometheus_has_data_for_every_expression_of_dashboard_and_rules(tmp_path, ended):
-    import engine_lab as lab
-
-    lab.needs_vllm()
-    _needs("prometheus")
-    model = lab.MODELS["llama"]
-    root = str(tmp_path / "root")
-    os.mkdir(root)
-    options = {
-        "hybrid_chunk_size": 128,
-        "tenant": "acme",
-        "max_bytes": "1GiB",
-        "tenant_max_bytes": "1GiB",
-        "lookup_timeout_s": 1.0,
-        "health_file": str(tmp_path / "health-{rank}.json"),
-    }
-    healthy = tmp_path / "health-0.json"
-    reset = {"reset_prefix_cache": True}
-    prompts = [model.tokens(f"watched-{number}", 600) for number in range(8)]
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(prompts[0], "first"), {"sleep": 1.5})
-    for number in range(1, 6):  # Prometheus looks between them
-        talk.say(lab.generate(prompts[number], f"cold {number}"), {"sleep": 1.2}, *lab.SETTLE)
-    talk.say(reset, lab.generate(prompts[1], "warm"), {"sleep": 1.2})
-    damage = talk.pause()
-    talk.steps[-1]["timeout_s"] = 600
-    talk.say(reset, lab.generate(prompts[2], "damaged"), {"sleep": 1.2}, *lab.SETTLE)
-    look = talk.pause()
-    talk.steps[-1]["timeout_s"] = 600
-
-    engine_port = _free_port()
-    request = lab.request(model, talk.steps, transfer=lab.connector(root, **options))
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    # No VLLM_ of ours but what the request says, as demo/engine.py starts one.
-    from demo.engine import ENV_DEFAULTS
-
-    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")} | ENV_DEFAULTS
-    driver = LAB / "metrics_engine.py"
-    words = [str(engine_port), str(tmp_path / "request.json"), str(tmp_path / "result.json")]
-    with open(tmp_path / "engine.log", "wb") as log:
-        engine = subprocess.Popen(
-            [sys.executable, str(driver), *words], env=env, stdout=log, stderr=log
-        )
-    ended.callback(lambda: (engine.kill(), engine.wait()))
-
-    def reached(number: int) -> bool:
-        assert engine.poll() is None, (tmp_path / "engine.log").read_text()[-3000:]
-        return (tmp_path / f"{number}.reached").exists()
-
-    # The root exists when the engine has opened it: then the watcher may.
-    _until(lambda: (pathlib.Path(root) / "fskv.json").exists() or reached(damage), "no root", 300)
-    with open(tmp_path / "watch.log", "wb") as log:
-        words = ["prune", "--watch", "--yes", "--max-size", "900MiB", "--root", root]
-        words += ["--tenant-max-size", "acme=800MiB", "--metrics-port", "0"]
-        watcher = subprocess.Popen([sys.executable, "-m", "fskv_tools", *words], stderr=log)
-    ended.callback(lambda: (watcher.kill(), watcher.wait()))
-    said = tmp_path / "watch.log"
-    _until(lambda: "/metrics" in said.read_text(), "no watcher")
-    watcher_port = int(re.search(r"127\.0\.0\.1:(\d+)/", said.read_text())[1])
-    ports = {"vllm": (engine_port,), "fskv": (watcher_port,)}
-    prometheus = Prometheus(tmp_path / "prometheus", ports)
-    ended.callback(prometheus.stop)
-
-    _until(lambda: reached(damage), "the engine did not get so far", 400)
-    _until(lambda: prometheus.values("vllm:fskv_stored_chunks_total"), "nothing is scraped")
-    assert prometheus.alerts() == set(), "a healthy engine has no alerts"
-    assert json.loads(healthy.read_text())["state"] == "ok", healthy.read_text()
-    for path in lab.chunks(root):
-        size = os.path.getsize(path)
-        with open(path, "r+b") as file:
-            file.seek(size - 4200)
-            byte = file.read(1)
-            file.seek(size - 4200)
-            file.write(bytes([byte[0] ^ 1]))
-    (tmp_path / f"{damage}.go").touch()
-    _until(lambda: reached(look), "the engine did not get so far", 400)
-
-    empty, odd = [], []
-    for title, expr in _panel_exprs(_dashboard()):
-        if "fskv_multi_" in expr:  # of FskvMultiConnector alone: see the static endpoint
-            continue
-        found = prometheus.values(_filled(expr))
-        if not found:
-            empty.append((title, expr))
-        elif not any(map(math.isfinite, found)):
-            odd.append((title, expr, found))
-    assert empty == [], "expressions without data"
-    assert odd == [], "expressions with nothing but NaN"
-    counted = "sum(fskv_root_namespace_bytes)"
-    _until(lambda: prometheus.values(counted)[0] > 0, "the watcher counts nothing")
-    stored = "sum(vllm:fskv_stored_chunks_total)"
-    _until(lambda: prometheus.values(stored)[0] > 0, "the numbers are no engine's")
-    assert prometheus.values('vllm:fskv_bound_bytes{bound="root"}') == [900 << 20], "the watcher's"
-
-    _until(
-        lambda: "FskvCorruptChunks" in prometheus.alerts(), "the damage of real files is an alert"
-    )
-    _until(lambda: json.loads(healthy.read_text())["state"] == "degraded", "it is not told")
-    assert json.loads(healthy.read_text())["conditions"] == ["corrupt_chunks"]
-    groups = prometheus.get("rules")["groups"]
-    loaded = [rule for group in groups for rule in group["rules"]]
-    assert len(loaded) == len(_rules())
-    assert [rule for rule in loaded if rule["health"] != "ok"] == []
-    for rule in _rules():
-        for name in _names(rule["expr"]) - _recorded():
-            if "fskv_multi_" in name:
-                continue
-            assert prometheus.values(f"count({name})"), f"{name}: a real engine publishes no such"
-    (tmp_path / f"{look}.go").touch()
-    assert engine.wait(120) == 0, (tmp_path / "engine.log").read_text()[-3000:]
-    assert json.loads(healthy.read_text())["state"] == "ended"
-    said = (tmp_path / "engine.log").read_text() + (tmp_path / "watch.log").read_text()
-    assert f"event=lease_taken root={root}" in said
-    assert f"event=bound_in_force root={root} bound=root limit_bytes={900 << 20}" in said

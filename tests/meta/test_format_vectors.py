@@ -96,6 +96,8 @@ def check_namespace(text: str) -> int:
         one = FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
         lengths = f"{one.header_nbytes}`, `{one.file_nbytes}"
         assert said[f"H and length of a file of group {group.group_idx}"] == lengths
+        least = 928 + 8 * len(group.page_nbytes) + 8 * one.num_rows
+        assert one.header_nbytes == -(-least // 4096) * 4096, "as the document's formula says"
     return len(said)
 
 
@@ -122,6 +124,22 @@ def chunk(**changes) -> tuple[bytes, bytes]:
     }
     header = ChunkHeader(**{**fields, **changes})
     return encode_header(header, layout.header_nbytes), payload
+
+
+def check_example(text: str) -> int:
+    """The bytes and the name of the worked example are those that the code makes of the same input."""
+    made, payload = chunk()
+    (dump,) = fenced(text, "hex")
+    shown = b"".join(bytes.fromhex(line[10:58]) for line in dump.splitlines())
+    for line in dump.splitlines():
+        at = int(line[:8], 16)
+        printable = "".join(chr(c) if 32 <= c < 127 else "." for c in made[at : at + 16])
+        assert line.endswith(f"|{printable[: len(shown) - at]}|")
+    assert shown == made[: len(shown)]
+    assert not any(made[len(shown) :])
+    assert f"`{namespace.chunk_path(_HASH, 1, None)}`" in text
+    assert f"the file has {len(made) + len(payload)} bytes" in " ".join(text.split())
+    return len(shown)
 
 
 _WORDS = {
@@ -151,6 +169,7 @@ def verdicts(header: bytes, payload: bytes) -> str:
         (check_models, 13, "`a_b_c_._-`", "`ab_cB_._-`"),
         (check_namespace, 6, '"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'),
         (check_namespace, 6, "`4096`, `266240`", "`4096`, `266241`"),
+        (check_example, 100, "00000080  a6", "00000080  a7"),
     ],
 )
 def test_every_vector_of_the_document_is_what_the_code_makes(check, least, old, new):

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
-from places import REPOSITORY
-
-LIMIT_S = 200  # of one command; it only bounds a hang
-
-
-def fuzz(directory, *arguments):
-    """Run the fuzz for some seconds and return (exit code, facts); nothing of it is left."""
-    command = [sys.executable, "-m", "trials.fuzz", "--json", "--dir", str(directory), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S)
-    assert list(directory.iterdir()) == [], "something was left behind"
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-    return done.returncode, json.loads(lines[0])
+from facts import facts_of
 
 
 def test_stores_go_on_whatever_is_in_the_files_of_the_root(tmp_path):
-    code, facts = fuzz(tmp_path, "--minutes", "0.08", "--seed", "2")
+    code, facts = facts_of("trials.fuzz", tmp_path, "--minutes", "0.08", "--seed", "2")
     assert facts["problems"] == []
     assert code == 0
     # It was one: files were replaced, and chunks were stored and loaded meanwhile.
@@ -35,8 +19,7 @@ def test_stores_go_on_whatever_is_in_the_files_of_the_root(tmp_path):
 
 @pytest.mark.parametrize("safety", ["survival", "length"])
 def test_negative_control_without_a_safety_they_do_not(tmp_path, safety):
-    code, facts = fuzz(
-        tmp_path, "--minutes", "1", "--limit-s", "4", "--seed", "1", "--break", safety
-    )
+    options = ("--minutes", "1", "--limit-s", "4", "--seed", "1", "--break", safety)
+    code, facts = facts_of("trials.fuzz", tmp_path, *options)
     assert code == 1
     assert "no room for a chunk" in facts["problems"][0] or "has ended" in facts["problems"][0]

@@ -9,12 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from places import LAB, REPOSITORY
+from places import REPOSITORY
 from world import has_ended, wait_for
 
 pytest.importorskip("torch", reason="the steps need torch: make test")
 
-from benchmarks.gpu import plan
 
 # Steps that go wrong in all ways, run by the real runner in a process of its own.
 STEPS = """
@@ -91,10 +90,6 @@ def test_each_step_ends_and_the_page_says_how(tmp_path):
     assert steps["hanging"]["tail"] == ["said before"]
     assert has_ended(child), "a child outlived its step"
     assert hour.printed == hour.text
-    again = [sys.executable, "-m", "benchmarks.gpu.page", str(hour.out), str(tmp_path)]
-    (tmp_path / "part-a.json").write_text('{"part": "a", "written": "before", "steps": []}')
-    both = subprocess.run(again, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    assert both == hour.text.replace("GPU\n", "GPU\n\nPart a, before: \n", 1)
     assert "2 good, 2 failed, 1 killed, 2 skipped" in hour.text
     assert "GB/s: 2.5" in hour.text
 
@@ -109,50 +104,3 @@ def test_negative_control_where_the_group_is_not_killed_the_child_lives(tmp_path
         assert not has_ended(child)
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-# A part as the command runs it; PREFIX puts its steps on the simulated driver.
-REHEARSAL = """
-import sys
-from benchmarks.gpu import __main__ as gpu
-gpu.PREFIX, gpu.PART_S = PREFIX, 2000.0
-real = gpu.plan.steps
-gpu.plan.steps = lambda part, quick: [s for s in real(part, quick=quick) if s.name not in REAL]
-sys.exit(gpu.main(sys.argv[1:]))
-"""
-# Triton's kernels need a GPU, and the simulation is a Python program's.
-REAL = {"digests' kernels", "order, 10 times", "memory checked"}
-
-
-def rehearse(tmp_path, part, prefix, without=REAL):
-    program = REHEARSAL.replace("= PREFIX", f"= {prefix!r}").replace("REAL", repr(without))
-    places = ["--quick", "--out", str(tmp_path / "out"), "--dir", str(tmp_path / "storage")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, part, *places],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    steps = json.loads((tmp_path / "out" / f"part-{part}.json").read_text())["steps"]
-    return done, {step["name"]: step for step in steps}
-
-
-@pytest.mark.timeout(1300)
-@pytest.mark.parametrize(
-    ("part", "without"),
-    [
-        pytest.param("a", {"chunks", "order"}, id="some"),
-        *(pytest.param(n, REAL, id=n, marks=pytest.mark.slow) for n in plan.PARTS),
-    ],
-)
-def test_each_part_is_rehearsed_over_the_simulated_driver(tmp_path, part, without):
-    prefix = (str(LAB / "on_simulation.py"),)
-    done, steps = rehearse(tmp_path, part, prefix, without)
-    bad = {n: s for n, s in steps.items() if s["status"] != "good"}
-    if part == "c" and "kvikio" in str(bad):
-        del bad["GDS"]  # it is not installed
-    assert not bad, (bad, done.stderr)
-    assert done.returncode == 0
-    assert "2 devices" in steps["facts"]["figures"]["libcuda"]
-    assert steps["extension"]["figures"]["copy kernel"] == "used"

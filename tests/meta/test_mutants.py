@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 import sysconfig
@@ -30,29 +29,3 @@ def test_a_fault_fits_the_tree_and_compiles(fault, tmp_path):
     command = [compiler, *words, "-iquote", str(REPOSITORY / "fskv" / "csrc"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_negative_control_a_fault_that_does_not_fit_is_refused():
-    fault = mutants.Fault("one", "a.py", [], ["the"], ["a"])
-    assert fault.apply("the one") == "a one"
-    for text in ("nothing of it", "the one, the next"):
-        with pytest.raises(mutants.FaultError, match="not once"):
-            fault.apply(text)
-    assert mutants.tests_of("one", "| no row |") == []
-
-
-@pytest.mark.parametrize(("failed", "survived"), [("tests/x.py::test_x", []), ("", ["one"])])
-def test_a_fault_that_no_test_notices_has_survived(monkeypatch, failed, survived):
-    answers = iter(["", failed])
-    fault = dataclasses.replace(next(iter(FAULTS.values())), name="one")
-    monkeypatch.setattr(mutants.Copy, "__init__", lambda copy, directory: None)
-    monkeypatch.setattr(mutants.Copy, "make", lambda copy, fault: None)
-    monkeypatch.setattr(mutants.Copy, "failing", lambda copy, tests: next(answers))
-    assert mutants.survivors([fault]) == survived
-
-
-def test_tests_that_fail_without_any_fault_notice_nothing(monkeypatch):
-    monkeypatch.setattr(mutants.Copy, "__init__", lambda copy, directory: None)
-    monkeypatch.setattr(mutants.Copy, "failing", lambda copy, tests: "tests/x.py::test_x")
-    with pytest.raises(mutants.FaultError, match="fails without any fault"):
-        mutants.survivors(list(FAULTS.values())[:1])

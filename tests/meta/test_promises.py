@@ -63,6 +63,9 @@ def place_in(tree: ast.Module, name: str) -> str:
     return "slow" if "pytest.mark.slow" in module or any(map(is_slow, decorators)) else "test"
 
 
+parsed = functools.cache(lambda file: ast.parse(file.read_text(encoding="utf-8")))
+
+
 @functools.cache
 def place(reference: str) -> str:
     """Return where a test runs; a test of which some cases are not slow runs in `make test`."""
@@ -70,7 +73,7 @@ def place(reference: str) -> str:
     file = REPOSITORY / "tests" / path
     assert re.fullmatch(r"\w+/test_\w+\.py", path), reference
     assert file.is_file(), f"there is no {path}"
-    return place_in(ast.parse(file.read_text(encoding="utf-8")), name)
+    return place_in(parsed(file), name)
 
 
 def check_control(control: str, test: str, where: str) -> None:
@@ -114,17 +117,9 @@ def with_control(text: str):
 DOCTORS = {
     "a test's name": lambda line: line.replace("::test_", "::test_no_", 1),
     "a control's name": lambda line: "::test_no_".join(line.rsplit("::test_", 1)),
-    "a file's name": lambda line: line.replace("engines/", "engines/test_no_", 1),
     "a place": lambda line: line.replace("\ttest", "\tslow"),
     "a promise": lambda line: line.replace("\t", "\tsometimes ", 1),
-    "no engine": lambda line: line.replace(line.split("\t")[2], line.split("\t")[3]),
-    "nothing": lambda line: "\t".join([*line.split("\t")[:2], "MISSING", "none", "-"]),
-    "twice": lambda line: f"{line}\n{line}",
-    "no row": lambda _: "",
     "a mutant that is not there": with_control("mutant `no-such-mutant`"),
-    "same test, no words": with_control("same test: "),
-    "no reason": with_control("none"),
-    "no words": with_control("none: "),
     "the test itself": lambda line: line.replace(line.split("\t")[3], line.split("\t")[2]),
 }
 
@@ -144,26 +139,3 @@ def test_negative_control_a_new_row_of_the_readme_needs_a_promise():
     assert readme.count(row) == 1
     with pytest.raises(AssertionError):
         check(text_of("tests/promises.tsv"), readme.replace(row, f"\n| is on fire | a | b |{row}"))
-
-
-SLOW = "pytest.param(2, marks=pytest.mark.slow)"
-
-
-@pytest.mark.parametrize(
-    ("where", "marks"),
-    [
-        ("test", ""),
-        ("test", "pytestmark = [pytest.mark.engine]"),
-        ("test", f"@pytest.mark.parametrize('a', [1, {SLOW}])"),
-        ("test", "@on('llama', slow=('lfm2',))"),
-        ("slow", f"@pytest.mark.parametrize('a', [{SLOW}])"),
-        ("slow", "@on(slow=('lfm2',))"),
-        ("slow", "@pytest.mark.slow"),
-        ("slow", "slow = pytest.mark.slow\n@slow"),
-        ("slow", "pytestmark = [pytest.mark.engine, pytest.mark.slow]"),
-        ("shared_fs", "pytestmark = pytest.mark.shared_fs"),
-        ("gpu", "@pytest.mark.gpu"),
-    ],
-)
-def test_the_place_of_a_test_is_that_of_its_marks(where, marks):
-    assert place_in(ast.parse(f"{marks}\ndef test_x(): pass"), "test_x") == where

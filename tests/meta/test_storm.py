@@ -14,7 +14,8 @@ import subprocess
 import sys
 
 import pytest
-from places import LAB, REPOSITORY
+from facts import facts_of
+from places import LAB
 from world import World, wait_for
 
 from faults.disk import DiskFaults
@@ -22,27 +23,13 @@ from faults.disk import DiskFaults
 pytest.importorskip("torch", reason="the storm needs torch: make test")
 pytest.importorskip("xxhash", reason="the storm finds files by their names")
 
-DRIVER = LAB / "fault_driver.py"
-LIMIT_S = 200  # of one command; it only bounds a hang
+from trials import storm_damage
 
-sys.path.insert(0, str(REPOSITORY))
-from trials import storm_damage  # noqa: E402
+DRIVER = LAB / "fault_driver.py"
 
 
 def storm(directory, *arguments):
-    """Run the storm and return (exit code, facts); nothing of it is left."""
-    command = [sys.executable, "-m", "trials.storm", "--json", "--dir", str(directory)]
-    done = subprocess.run(
-        [*command, "--mean-s", "0.15", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert list(directory.iterdir()) == [], "something was left behind"
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-    return done.returncode, json.loads(lines[0])
+    return facts_of("trials.storm", directory, "--mean-s", "0.15", *arguments)
 
 
 # --- the storm as it is ---------------------------------------------------------------------
@@ -68,14 +55,6 @@ def test_negative_control_without_checks_the_storm_serves_wrong_bytes(tmp_path):
     assert facts["counted"]["wrong"] > 0
 
 
-@pytest.mark.slow
-def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
-    code, facts = storm(tmp_path, "--break", "ending", "--kills", "2")
-    assert code == 1
-    assert len(facts["leaks"]) == 4
-    assert all(left["files"] > 0 for left in facts["leaks"])
-
-
 # --- one kill at a chosen call --------------------------------------------------------------
 
 FILE_NBYTES = 262_144  # of a chunk of the driver
@@ -93,8 +72,16 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["native", "host-buffered"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "transport"),
+    [
+        *((moment, "native") for moment in MOMENTS),
+        *(
+            (moment, "host-buffered")
+            for moment in ("in the middle of a write", "before the rename")
+        ),
+    ],
+)
 def test_a_writer_killed_within_a_call_leaves_a_part_and_no_chunk(
     moment, transport, native_library, tmp_path
 ):

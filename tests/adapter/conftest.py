@@ -1,0 +1,64 @@
+"""Fixtures of the adapters' tests."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def handshake():
+    """Make what a worker tells of itself: `handshake(rank, num_ranks, **fields)`."""
+    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+    from fskv.engines.vllm.manager import FskvHandshake
+
+    def make(rank=0, num_ranks=1, **fields):
+        plain = FskvHandshake(rank, num_ranks, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
+        return replace(plain, **fields)
+
+    return make
+
+
+@pytest.fixture
+def make_manager(handshake):
+    """Make managers that have heard their workers: `make_manager(num_ranks, **options)`."""
+    from fskv.config import StoreConfig
+    from fskv.engines.vllm.manager import FskvManager
+
+    with contextlib.ExitStack() as stack:
+
+        def make(num_ranks=1, *, workers=None, kv_events=None, **options):
+            plain = {"root": "/nowhere", "maintenance": "off"}
+            config = StoreConfig.from_mapping({**plain, **options})
+            made = FskvManager(config, 2, kv_events)
+            stack.callback(made.shutdown)
+            if workers is None:
+                workers = [handshake(rank, num_ranks) for rank in range(num_ranks)]
+            if workers:
+                made.set_workers(workers)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def make_rig(tmp_path, monkeypatch):
+    """Make rigs of FskvTier, with a transport whose faults are on a script if there is one."""
+    from tier_rig import Rig
+
+    from faults import transport as faults
+
+    with contextlib.ExitStack() as stack:
+
+        def make(script=None, **options):
+            if script is not None:
+                stack.callback(faults.install(script))
+            rig = Rig(tmp_path / "kv", monkeypatch, **options)
+            stack.callback(rig.close)
+            if script is not None:
+                stack.callback(rig.transport.release)
+            return rig
+
+        yield make
