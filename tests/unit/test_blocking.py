@@ -327,22 +327,6 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
     assert store.present(chunks(range(2))) == [False, False]
 
 
-@pytest.mark.parametrize("options", [{"staging_bytes": 3 * 8192}, {"io_threads": 8}])
-@pytest.mark.parametrize("at_once", [None, 17])
-def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(
-    make, monkeypatch, options, at_once
-):
-    """With `at_once`, the control, more is handed over than the queue takes, and is not stored."""
-    monkeypatch.setattr(mover, "STORE_QUEUE_S", 0)
-    store = make(**options)
-    store._at_once = at_once or store._at_once
-    first, others = pages(range(1)), pages(range(1, 41), first_block=1)
-    store.fill(first + others)
-    assert store.store(first) == [True], "now it is known how long one takes"
-    assert store.kv.mover.least_queued <= 16
-    assert all(store.store(others)) is (at_once is None)
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, monkeypatch, told):
     """Where nobody said that there are two, the control, they hand over more than the queue takes."""

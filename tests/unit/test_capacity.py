@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 from capacity_lab import NAME, WRITER, disk_nbytes, holder_of, make_namespace
-from world import Clock, has_ended, returns_in_time, wait_for
+from world import Clock, returns_in_time, wait_for
 
 from faults import mount as faulty_mount
 from fskv.bounds import client
@@ -391,32 +391,3 @@ def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobo
         time.sleep(0.01)
     assert not capacity.take(1 << 24)
     assert not os.path.exists(f"{root}/{NAME}")
-
-
-def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_keeps_its_pipe(root):
-    script = f"""
-import os, time
-from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits, RootState
-capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
-capacity.start()
-while capacity.pid is None:
-    capacity.poll()
-    time.sleep(0.01)
-if os.fork():
-    print(capacity.pid, flush=True)
-time.sleep(60)
-"""
-    engine = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        child = int(engine.stdout.readline())
-        assert os.path.exists(f"/proc/{child}")
-        engine.kill()
-        engine.wait()
-        wait_for(lambda: has_ended(child))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(engine.pid, signal.SIGKILL)  # the forked one
-        engine.stdout.close()

@@ -14,7 +14,7 @@ from fskv import hybrid_planner as planner
 from fskv.errors import ConfigError
 from fskv.hybrid_planner import GroupKind, GroupSpec, Hit, hit_cost, needed_chunks
 from fskv.plan import spans
-from fskv.plan.spans import GroupLayout, JobPlan, PageRef, Span, plan_job
+from fskv.plan.spans import GroupLayout, PageRef, Span, plan_job
 from fskv.types import Presence
 
 # No example database: the negative controls fail on purpose and would fill it.
@@ -22,16 +22,6 @@ LIGHT = settings(max_examples=150, deadline=None, database=None)
 
 
 # --- values -----------------------------------------------------------------------------------
-
-
-def test_payload_is_padded_to_4096_and_content_is_not():
-    layout = GroupLayout(3, 2, (PageRef(0, 100), PageRef(1, 4000)))
-    assert (layout.block_nbytes, layout.content_nbytes, layout.payload_nbytes) == (
-        4100,
-        8200,
-        12288,
-    )
-    assert GroupLayout(0, 1, (PageRef(0, 4096),)).payload_nbytes == 4096
 
 
 def test_a_tensor_shared_by_several_layers_is_laid_out_once():
@@ -139,18 +129,6 @@ def test_every_byte_of_a_job_goes_to_its_place_exactly_once(job):
     assert planned_bytes(plan) == expected_bytes(job)
 
 
-@LIGHT
-@given(jobs(complete_tail=True))
-def test_full_chunks_tile_their_content_without_holes_or_overlap(job):
-    for chunk in plan_job(*job, complete_tail=True).chunks:
-        assert chunk.first_block + chunk.num_blocks == chunk.layout.num_blocks
-        position = chunk.first_block * chunk.layout.block_nbytes
-        for span in chunk.spans:
-            assert span.payload_offset == position
-            position += span.nbytes
-        assert position == chunk.layout.content_nbytes <= chunk.layout.payload_nbytes
-
-
 def new_memory(strides, num_blocks, fill):
     return [bytearray(fill(stride * num_blocks)) for stride in strides]
 
@@ -220,23 +198,6 @@ def test_neighbours_coalesce_only_where_memory_and_payload_both_touch():
     assert chunk.spans == (Span(0, 80, 0, 8), Span(0, 96, 8, 8))
 
 
-def test_the_tables_of_real_models_plan_as_measured():
-    # qwen3-next, 2000-token prompt: load group_sizes [1,1,1,3], block_indices [2,2,2,0].
-    layouts = [GroupLayout(g, 1, (PageRef(0, 135680),)) for g in range(3)]
-    layouts.append(GroupLayout(3, 1, (PageRef(0, 163840),)))
-    plan = plan_job(layouts, [163840], [1, 1, 1, 3], [7, 8, 9, 1, 2, 3], [1, 1, 1, 3], [2, 2, 2, 0])
-    assert plan.skipped_keys == ()
-    assert [c.layout.group_idx for c in plan.chunks] == [0, 1, 2, 3, 3, 3]
-    assert plan.chunks[1].spans == (Span(0, 8 * 163840, 0, 135680),)
-
-
-def test_a_sliding_window_load_may_start_in_the_middle_of_a_chunk():
-    layout = GroupLayout(0, 2, (PageRef(0, 8), PageRef(1, 4)))
-    plan = plan_job([layout], [8, 4], [2], [3, 4, 5], [3], [7])
-    assert [(c.first_block, c.num_blocks) for c in plan.chunks] == [(1, 1), (0, 2)]
-    assert plan.chunks[0].spans == (Span(0, 24, 12, 8), Span(1, 12, 20, 4))
-
-
 def vllm_store(rows, blocks_per_chunk):
     """Flatten stored chunks as vLLM's _build_store_jobs does; 0 is the null block."""
     ids = [block for row in rows for block in row if block]
@@ -282,21 +243,6 @@ def test_one_groups_unknown_positions_do_not_cost_the_other_groups():
     plan = plan_job(layouts, [4], [2, 1], [1, 2, 3, 8, 9], [3, 2], [0, 0])
     assert plan.skipped_keys == ()
     assert plan.chunks[1].num_blocks == 1
-
-
-def test_an_empty_group_has_no_keys_whatever_its_index_says():
-    layouts = [GroupLayout(0, 2, (PageRef(0, 4),))] * 2
-    plan = plan_job(layouts, [4], [0, 1], [1], [0, 1], [5, 3])
-    assert plan.skipped_keys == ()
-    (chunk,) = plan.chunks
-    assert (chunk.key_idx, chunk.layout, chunk.first_block, chunk.num_blocks) == (
-        0,
-        layouts[1],
-        1,
-        1,
-    )
-    assert chunk.spans == (Span(0, 4, 4, 4),)
-    assert plan_job([], [], [], [], [], []) == JobPlan((), ())
 
 
 @pytest.mark.parametrize(
@@ -391,32 +337,11 @@ def test_auto_takes_the_fewest_blocks_that_reach_the_target():
     assert geometry([SWA16], [50_000]).blocks_per_chunk == 42
 
 
-def test_auto_is_capped_at_a_quarter_of_the_model_length_and_says_so():
-    plan = geometry([FULL16], [1024], max_model_len=4096)
-    assert plan.blocks_per_chunk == 64
-    assert "64 blocks per chunk make files of 65536 bytes" in plan.warnings[0]
-    assert "2097152" in plan.warnings[0]
-    assert "max_model_len 4096" in plan.warnings[0]
-    # At least one block, even where that is more than a quarter.
-    assert geometry([FULL16], [1024], max_model_len=20).blocks_per_chunk == 1
-
-
 def test_a_state_group_means_one_block_and_says_what_it_costs():
     plan = geometry([FULL640, STATE640], [163_840, 135_680])
     assert plan.blocks_per_chunk == 1
     assert "state" in plan.warnings[0]
     assert geometry([FULL640, STATE640], [4 << 20, 1 << 20]).warnings == ()
-
-
-def test_auto_obeys_the_retention_interval():
-    plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=256)
-    assert plan.blocks_per_chunk == 16
-    assert "prefix_cache_retention_interval" in plan.warnings[0]
-    plan = geometry([FULL16, SWA16], [100_000, 50_000], retention_interval=1024)
-    assert plan.blocks_per_chunk == 32
-    assert plan.warnings == ()
-    # Full attention alone is not bound by it.
-    assert geometry([FULL16], [100_000], retention_interval=1000).blocks_per_chunk == 21
 
 
 @settings(max_examples=200)
@@ -502,12 +427,6 @@ def test_an_impossible_configuration_names_option_finding_and_expectation(groups
         geometry(groups, [1000] * len(groups), **options)
 
 
-def test_geometry_refuses_sequences_that_do_not_match():
-    for groups, nbytes in (([], []), ([FULL16], []), ([FULL16], [0])):
-        with pytest.raises(ValueError, match="groups with block_nbytes"):
-            geometry(groups, nbytes)
-
-
 @LIGHT
 @given(
     st.lists(st.sampled_from([16, 32, 48]), min_size=1, max_size=3),
@@ -561,16 +480,6 @@ def test_needed_chunks_of_each_kind():
     assert needed_chunks(local, 1, 32, 27) == range(6, 8)
     assert needed_chunks(full, 1, 0) == range(0)
     assert len(needed_chunks(full, 1, 4, 8)) == 0
-
-
-def test_a_window_that_begins_in_the_middle_of_a_chunk_needs_that_chunk():
-    swa = GroupSpec(0, GroupKind.SLIDING_WINDOW, 4, 8)
-    assert needed_chunks(swa, 1, 16) == range(2, 4)  # tokens 9..15
-    assert needed_chunks(swa, 1, 13) == range(1, 4)  # tokens 6..12
-    assert needed_chunks(swa, 1, 14) == range(1, 4)  # tokens 7..13
-    assert needed_chunks(swa, 1, 15) == range(2, 4)  # tokens 8..14
-    wide = replace(swa, extra_retained_tokens=2)
-    assert needed_chunks(wide, 1, 16) == range(1, 4)  # tokens 7..15
 
 
 @LIGHT

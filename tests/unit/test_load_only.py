@@ -176,19 +176,6 @@ def test_what_is_handed_to_its_mover_all_the_same_is_not_stored(engine, root):
     assert read_only.look(root) == before
 
 
-@pytest.mark.parametrize("what", ["missing", "a file", "foreign"])
-def test_what_is_no_root_is_refused(engine, tmp_path, what):
-    path = tmp_path / "other"
-    if what == "a file":
-        path.write_text("")
-    elif what == "foreign":
-        path.mkdir()
-        (path / "thesis.tex").write_text("")
-    said = {"missing": "does not exist", "a file": "not a directory", "foreign": "not an fskv root"}
-    with pytest.raises(RootError, match=said[what]):
-        engine(str(path), store=False)
-
-
 @pytest.mark.parametrize("direct_io", ["auto", "on", "off"])
 def test_o_direct_is_tried_out_by_reading(tmp_path, direct_io, monkeypatch):
     probe_file = tmp_path / "fskv.json"

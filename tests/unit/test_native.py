@@ -232,25 +232,6 @@ def shard(tmp_path):
     return path
 
 
-def test_a_shards_chunk_files_are_records_of_their_names_ages_and_bytes(shard):
-    expected = []
-    for rank, group, nbytes in [
-        (None, 0, 0),
-        (0, 0, 5000),
-        (1, 0, 4096),
-        (999999, 999999, 100_000),
-    ]:
-        part = "" if rank is None else f".r{rank}"
-        path = shard / f"{DIGITS}.g{group}{part}.kv"
-        path.write_bytes(os.urandom(nbytes))
-        os.utime(path, ns=(1, 1_700_000_000_123_456_789 + group))
-        info = os.stat(path)
-        on_disk = info.st_blocks * 512 or nbytes
-        record_rank = 0 if rank is None else rank + 1
-        expected.append((bytes.fromhex(DIGITS), group, record_rank, info.st_mtime_ns, on_disk))
-    assert list_shard(shard) == (sorted(expected), [])
-
-
 def test_many_chunks_and_others_are_all_listed_once(shard):
     source = random.Random(2)
     digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
@@ -262,53 +243,6 @@ def test_many_chunks_and_others_are_all_listed_once(shard):
     records, others = list_shard(shard)
     assert [record[0] for record in records] == sorted(digests)
     assert others == sorted(b"f" + name.encode() for name in names)
-
-
-FOREIGN = [
-    DIGITS,
-    f"{DIGITS}.kv",
-    f"{DIGITS}.g.kv",
-    f"{DIGITS}.g1",
-    f"{DIGITS}.g1.kv.part",
-    f"{DIGITS}.g1.kvx",
-    f"{DIGITS}.g01.kv",
-    f"{DIGITS}.g1234567.kv",
-    f"{DIGITS}.g-1.kv",
-    f"{DIGITS}.g1.r.kv",
-    f"{DIGITS}.g1.r00.kv",
-    f"{DIGITS}.g1.r1234567.kv",
-    f"{DIGITS}.r1.g1.kv",
-    f"{DIGITS}.g1.r1.r1.kv",
-    f"{DIGITS}0.g1.kv",
-    f"{DIGITS[:-1]}.g1.kv",
-    f"{DIGITS.upper()}.g1.kv",
-    f"{DIGITS[:-1]}x.g1.kv",
-    f"6{DIGITS[1:]}.g1.kv",  # of another shard
-    ".nfs000000000001",
-    "g",
-]
-
-
-def test_what_is_no_chunk_file_is_named_with_its_kind_and_never_a_record(shard):
-    for name in FOREIGN:
-        (shard / name).touch()
-    (shard / f"{DIGITS}.g2.kv").mkdir()
-    (shard / f"{DIGITS}.g3.kv").symlink_to(shard / "g")
-    (shard / f"{DIGITS}.g4.kv").symlink_to("nowhere")
-    os.mkfifo(shard / f"{DIGITS}.g5.kv")
-    odd = os.fsencode(shard) + b"/\xff\n name"
-    os.close(os.open(odd, os.O_CREAT | os.O_WRONLY))
-    expected = [b"f" + name.encode() for name in FOREIGN] + [
-        b"d" + f"{DIGITS}.g2.kv".encode(),
-        b"l" + f"{DIGITS}.g3.kv".encode(),
-        b"l" + f"{DIGITS}.g4.kv".encode(),
-        b"?" + f"{DIGITS}.g5.kv".encode(),
-        b"f\xff\n name",
-    ]
-    assert list_shard(shard) == ([], sorted(expected))
-    # The control: a name as it should be.
-    (shard / f"{DIGITS}.g1.kv").touch()
-    assert len(list_shard(shard)[0]) == 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -327,14 +261,6 @@ def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
         assert [record[:3] for record in records] == [
             (bytes.fromhex(parsed.name), parsed.group_idx, rank)
         ]
-
-
-def test_a_directory_that_is_no_shard_has_no_chunk_files(tmp_path):
-    for name in ("5d", "5dbe", "5DB", "chunks"):
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / f"{DIGITS}.g1.kv").touch()
-        assert list_shard(directory) == ([], [f"f{DIGITS}.g1.kv".encode()])
 
 
 def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):

@@ -65,25 +65,6 @@ def test_a_toy_engine_loads_what_another_one_stored(engine, tmp_path):
     assert (second.num_stored, second.num_loaded) == (1, 8)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_at_a_stop_it_says_what_was_written_and_what_was_given_up(
-    engine, tmp_path, caplog, monkeypatch, fails
-):
-    caplog.set_level("INFO")
-    if fails:
-        monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
-        monkeypatch.setattr(ChunkStore, "put", lambda *_, **__: Status.NO_SPACE)
-    one = engine()
-    one.run(PROMPT)
-    one.close()
-    written = files(tmp_path)
-    size = f"{sum(path.stat().st_size for path in written) / 2**20:.1f} MiB"
-    assert len(written) == (0 if fails else 4)
-    assert [r.getMessage() for r in caplog.records if ": stopped;" in r.getMessage()] == [
-        f"fskv: rank 0: stopped; {len(written)} files written ({size}), {4 - len(written)} given up"
-    ]
-
-
 def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_path):
     """Two chunk files are enough for `auto`; a number that somebody gave is kept, or refused."""
     kv = engine().run(PROMPT)
@@ -384,13 +365,6 @@ def test_what_only_vllms_adapter_does_is_refused(engine, option):
         engine(**option)
 
 
-def test_the_health_file_of_a_store_is_written(engine, tmp_path):
-    path = tmp_path / "health.json"
-    toy = engine(health_file=str(path))
-    toy.run(PROMPT)
-    wait_for(lambda: path.exists() and json.loads(path.read_text())["conditions"] == [])
-
-
 @pytest.mark.parametrize(("number", "name"), [(0, "health0"), (2, "health2"), (None, None)])
 def test_stores_of_one_engine_have_health_files_of_their_own(tmp_path, number, name):
     config = StoreConfig(
@@ -451,14 +425,6 @@ def test_the_health_file_says_that_no_store_finds_room(
 
 
 # --- the toy and the document ---------------------------------------------------------------
-
-
-def test_the_toy_engine_is_small_and_knows_only_the_core():
-    source = (REPOSITORY / "tests" / "lab" / "toy_engine.py").read_text()
-    assert len(source.splitlines()) <= 150
-    assert set(re.findall(r"^from (fskv[\w.]*) import", source, re.MULTILINE)) == {
-        *("fskv.namespace", "fskv.offload", "fskv.types")
-    }
 
 
 def test_the_example_of_the_document_runs(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,8 +21,8 @@ import fskv.root.root
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
 from fskv.namespace import GroupIdentity, Identity, chunk_path, directory
-from fskv.root.neighbours import Neighbours, beside
-from fskv.root.root import Root, make_directory
+from fskv.root.neighbours import beside
+from fskv.root.root import Root
 
 TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attention_backend"
 
@@ -192,14 +191,6 @@ def test_the_setgid_bit_of_a_group_shared_root_is_inherited(path):
     path.chmod(0o2770)
     ns = opened(path, dir_mode=0o770).open_namespace(identity())
     assert mode(f"{ns.path}/chunks") == 0o2770
-
-
-def test_make_directory_says_who_made_it(path):
-    assert make_directory(f"{path}/a", 0o700)
-    assert not make_directory(f"{path}/a", 0o700)
-    (path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        make_directory(f"{path}/file", 0o700)
 
 
 # --- disks that say no ------------------------------------------------------------------
@@ -382,34 +373,6 @@ def test_a_manifest_of_a_later_fskv_is_a_mismatch_that_names_the_field(path):
         opened(path).open_namespace(identity())
 
 
-def test_reading_only_writes_nothing(path):
-    ns = opened(path).open_namespace(identity())
-    os.rmdir(f"{ns.path}/tmp")
-    before = [(d, os.stat(d).st_mtime_ns) for d, _, _ in os.walk(path)]
-    root = opened(path, create=False, writable=False)
-    root.open_namespace(identity())
-    absent = root.open_namespace(identity(tenant="blue"))
-    assert not os.path.exists(absent.path)
-    assert not absent.writable
-    assert [(d, os.stat(d).st_mtime_ns) for d, _, _ in os.walk(path)] == before
-
-
-def test_part_names_are_unique_and_say_who_writes(path, monkeypatch):
-    ns = opened(path).open_namespace(identity())
-    final = ns.chunk_path(b"key", 0, None)
-    names = [ns.part_path(final) for _ in range(1000)]
-    assert len(set(names)) == 1000
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        facts = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    token = hashlib.sha256(facts.encode()).hexdigest()[:8]
-    pattern = (
-        rf"{re.escape(os.path.dirname(final))}/[A-Za-z0-9._-]+-{os.getpid()}-{token}-[0-9]+\.part"
-    )
-    assert all(re.fullmatch(pattern, name) for name in names)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert "-1-" in ns.part_path(final)
-
-
 # --- many at once -----------------------------------------------------------------------
 
 
@@ -496,18 +459,6 @@ def test_the_start_says_why_prompts_will_miss(path):
     (odd / "y@0000000000000000").write_text("a file")
     (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
     assert said() == nearest, "the control: it is not new any more"
-
-
-def test_a_namespace_that_nobody_is_beside_needs_no_word(path):
-    space = opened(path).open_namespace(identity())
-    (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
-    assert beside(str(path), identity()) == ""
-
-
-def test_fields_that_are_many_are_named_in_part():
-    fields = [f"f{n}" for n in range(7)]
-    assert str(Neighbours(False, 1, fields)).endswith(": f0, f1, f2, f3, f4 and 2 more")
-    assert "differs" not in str(Neighbours(True, 0, fields)), "another model's"
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import socket
-import stat
 import threading
 import time
 import types
@@ -133,15 +132,6 @@ def test_parts_are_files_with_names_that_fskv_makes_and_an_nfs_leftover_is_nothi
     assert shard.num_foreign == len(foreign) + 2
 
 
-def test_a_chunk_in_a_wrong_directory_is_foreign_and_not_counted(namespace):
-    path = write_chunk(namespace, "abc" + "0" * 29)
-    os.mkdir(f"{namespace}/chunks/abd")
-    os.rename(path, path.replace("/abc/", "/abd/"))
-    shards = walk_all(namespace)
-    assert found(shards) == []
-    assert [shard.foreign for shard in shards if shard.foreign] == [[os.path.basename(path)]]
-
-
 def test_a_file_in_the_place_of_a_directory_of_chunks_is_foreign_and_no_error(namespace):
     write_chunk(namespace, 1)
     open(f"{namespace}/chunks/fff", "w").close()
@@ -178,24 +168,6 @@ def test_a_directory_that_cannot_be_listed_is_reported_and_the_others_are_found(
     monkeypatch.undo()
     assert run(catalogue.refresh(LATER_NS)) == []
     assert catalogue.num_files == 20
-
-
-def test_a_walk_is_in_order_and_may_be_given_up(namespace):
-    for number in range(300):
-        write_chunk(namespace, number)
-    everything = walk_all(namespace)
-    assert [s.idx for s in everything] == sorted(s.idx for s in everything)
-    assert found(everything) == chunk_names(namespace)
-
-    async def part():
-        first = []
-        async for shard in walk(namespace, {}, now_ns=LATER_NS):
-            first.append(shard)
-            if len(first) == 70:  # in the middle of a batch
-                break
-        return first
-
-    assert [s.idx for s in run(part())] == [s.idx for s in everything[:70]]
 
 
 def count_listings(monkeypatch):
@@ -311,16 +283,6 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
     shutil.rmtree(namespace)
     with pytest.raises(FileNotFoundError):
         run(catalogue.refresh(time.time_ns()))
-
-
-def test_a_sparse_file_counts_what_it_takes_on_disk(namespace):
-    path = write_chunk(namespace, 1)
-    with open(path, "r+b") as file:
-        file.truncate(1 << 30)
-    assert stat.S_ISREG(os.lstat(path).st_mode)
-    catalogue = Catalogue(namespace)
-    run(catalogue.refresh(LATER_NS))
-    assert catalogue.nbytes == os.lstat(path).st_blocks * 512 < 1 << 20
 
 
 LISTERS = pytest.mark.parametrize("lister", ["C", "Python"])

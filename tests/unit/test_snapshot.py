@@ -151,43 +151,6 @@ def test_what_is_no_snapshot_counts_as_none(namespace, tmp_path):
     assert is_refused()
 
 
-def test_a_huge_foreign_file_is_not_read(namespace):
-    with open(f"{namespace}/{SNAPSHOT_FILE}", "wb") as file:
-        file.truncate(8 << 30)
-    tracemalloc.start()
-    try:
-        assert Catalogue.load(namespace).num_files == 0
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("count", ["of the file", "huge"])
-def test_a_sparse_file_that_begins_as_a_snapshot_costs_no_memory(namespace, count):
-    """Its control is the whole file, which is loaded."""
-    catalogue = known(namespace, 3)
-    catalogue.save()
-    good = pathlib.Path(catalogue.path).read_bytes()
-    heads = {
-        "of the file": good,
-        "huge": good[: good.index(b"\xa6counts") + 10] + b"\xff" * 16384,
-    }
-    for nbytes in (2 << 30, 6 << 30):
-        for head in (heads[count], b"\x86\xa8snapshot\x01"):
-            with open(catalogue.path, "wb") as file:
-                file.write(head)
-                file.truncate(nbytes)
-            tracemalloc.start()
-            try:
-                assert is_none(Catalogue.load(namespace))
-                assert tracemalloc.get_traced_memory()[1] < 2 << 20
-            finally:
-                tracemalloc.stop()
-    with open(catalogue.path, "wb") as file:
-        file.write(good)
-    assert Catalogue.load(namespace).num_files == 3
-
-
 def forged(namespace, changes=lambda records: None, count=3000):
     """Save a snapshot of records that `changes` has changed; its digest is right."""
     catalogue = Catalogue(namespace)
@@ -266,23 +229,6 @@ def test_a_snapshot_of_holes_costs_no_memory(namespace, believed):
     files, mebibytes = map(int, done.stdout.split())
     assert files == believed * count // RECORD.itemsize
     assert (mebibytes > 140) is believed
-
-
-def test_a_load_needs_the_memory_of_the_records_once(namespace):
-    count = 200_000
-    catalogue = Catalogue(namespace)
-    records = np.zeros(count, RECORD)
-    records["group"] = np.arange(count)
-    records["name"] = [(idx // 2000 << 116).to_bytes(16, "big") for idx in range(count)]
-    for idx in range(100):
-        catalogue.take(Shard(idx, 1, records[idx * 2000 : (idx + 1) * 2000]))
-    catalogue.save()
-    tracemalloc.start()
-    try:
-        assert Catalogue.load(namespace).num_files == count
-        assert tracemalloc.get_traced_memory()[1] < 1.5 * 40 * count
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
