@@ -16,23 +16,18 @@ import tempfile
 
 import pytest
 from places import REPOSITORY
+from world import make_identity
 
 import fskv.root.root
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
-from fskv.namespace import GroupIdentity, Identity, chunk_path, directory
+from fskv.namespace import chunk_path, directory
 from fskv.root.neighbours import beside
 from fskv.root.root import Root
 
-TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attention_backend"
-
 
 def identity(**changes):
-    fields = dict.fromkeys([*TEXTS.split(), "hash_algorithm", "hash_seed", "weights"], "x")
-    fields.update(arch="sm_90", model_name="meta-llama/Llama-3-8B", topology={"tp": 1})
-    fields.update(tokens_per_hash=16, blocks_per_chunk=16, model_config={"rope_theta": 500000.0})
-    fields["groups"] = (GroupIdentity(0, "full", None, 16, (65536,), ("layers.0",)),)
-    return Identity(**{**fields, **changes})
+    return make_identity(**{"arch": "sm_90", "model_config": {"rope_theta": 500000.0}, **changes})
 
 
 @pytest.fixture
@@ -164,27 +159,21 @@ def test_a_format_file_that_is_no_file_is_refused(path):
         target.rmdir() if target.is_dir() else target.unlink()
 
 
-def test_modes_are_exact_whatever_the_umask(path):
-    old = os.umask(0o077)
+@pytest.mark.parametrize(
+    "modes", [{"dir_mode": 0o770, "file_mode": 0o660}, {}], ids=["group", "own"]
+)
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_modes_are_exact_whatever_the_umask(path, modes, umask):
+    """By default nobody else can look."""
+    old = os.umask(umask)
     try:
-        root = opened(path, dir_mode=0o770, file_mode=0o660)
-        ns = root.open_namespace(identity())
+        ns = opened(path, **modes).open_namespace(identity())
     finally:
         os.umask(old)
-    assert mode(path / "fskv.json") == 0o660
-    assert mode(f"{ns.path}/namespace.json") == 0o660
+    for made in (path / "fskv.json", f"{ns.path}/namespace.json"):
+        assert mode(made) == modes.get("file_mode", 0o600)
     for made in (ns.path, os.path.dirname(ns.path), f"{ns.path}/chunks", f"{ns.path}/tmp"):
-        assert mode(made) == 0o770
-
-
-def test_by_default_nobody_else_can_look(path):
-    old = os.umask(0)
-    try:
-        ns = opened(path).open_namespace(identity())
-    finally:
-        os.umask(old)
-    assert mode(ns.path) == mode(f"{ns.path}/chunks") == 0o700
-    assert mode(path / "fskv.json") == mode(f"{ns.path}/namespace.json") == 0o600
+        assert mode(made) == modes.get("dir_mode", 0o700)
 
 
 def test_the_setgid_bit_of_a_group_shared_root_is_inherited(path):
