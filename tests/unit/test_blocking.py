@@ -149,16 +149,6 @@ def test_what_one_store_has_stored_another_one_loads(make):
     assert first.store(pages(range(20))) == [True] * 20, "what is there is there"
 
 
-def test_a_hole_ends_what_is_present(make):
-    store = make()
-    some = [page for page in pages(range(6)) if page.block != 2]
-    store.fill(some)
-    assert all(store.store(some))
-    assert store.count_present(chunks(range(6))) == 2
-    assert store.count_present(chunks([9])) == 0
-    assert store.count_present([]) == 0
-
-
 @pytest.mark.parametrize("tokens_per_block", [4096, 1])
 def test_a_slow_mount_is_waited_for_as_long_as_a_recompute_takes(
     make, monkeypatch, tokens_per_block

@@ -138,33 +138,6 @@ def fields(header):
     return {name: getattr(header, name) for name in header.__slots__}
 
 
-@pytest.mark.parametrize("pages", [(8,), (65536, 65536), (1000,) * 96])
-@pytest.mark.parametrize("blocks", [1, 7, 64])
-def test_the_length_of_a_header_is_a_function_of_the_layout_only(blocks, pages):
-    layout = FileLayout(blocks, pages, b"L" * 16)
-    lengths = set()
-    for key, rank, creator, at in ((1, 0, "", 0), (256, 1 << 31, "\U0001f600" * 64, 1 << 62)):
-        header = ChunkHeader(
-            **{
-                **fields(GOLDEN_1_HEADER),
-                "key_hash": b"\xff" * key,
-                "rank": rank,
-                "creator": creator,
-                "written_at_ms": at,
-                "num_blocks": blocks,
-                "page_nbytes": pages,
-                "first_block": 0,
-                "payload_nbytes": layout.payload_nbytes,
-                "row_digests": b"\xff" * 8 * layout.num_rows,
-            }
-        )
-        lengths.add(len(encode_header(header, layout.header_nbytes)))
-        assert parse_header(encode_header(header, layout.header_nbytes)).creator == creator
-    assert lengths == {layout.header_nbytes}
-    assert layout.file_nbytes == layout.header_nbytes + layout.payload_nbytes
-    assert layout.header_nbytes % 4096 == layout.payload_nbytes % 4096 == 0
-
-
 @LIGHT
 @given(st.integers(1, 40), st.lists(st.integers(1, 100_000), min_size=1, max_size=4), st.data())
 def test_the_rows_of_blocks_cover_every_byte_of_them_and_no_row_more(blocks, pages, data):

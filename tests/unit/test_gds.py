@@ -121,21 +121,6 @@ def test_fsync_is_made_when_it_is_asked_for(make_world, monkeypatch):
 # --- counts and errors ------------------------------------------------------------------------
 
 
-def test_one_call_moves_a_whole_chunk_and_its_offsets_are_those_of_the_slot(world, gds):
-    calls = []
-
-    def note(file, buffer, nbytes, file_offset, buffer_offset):
-        calls.append((nbytes, file_offset, buffer_offset))
-        return type(file).raw_write(file, buffer, nbytes, file_offset, buffer_offset)
-
-    gds.lab.write = note
-    world.put(1, world.content())
-    slot = gds.new_slot(0)
-    assert calls == [(world.file_layout.file_nbytes, 0, slot.buffer.offset)]
-    assert slot.array.ctypes.data % 4096 == 0
-    assert slot.buffer.offset > 0
-
-
 def test_a_short_write_is_no_space_and_leaves_nothing(world, gds):
     gds.lab.write = lambda file, buffer, nbytes, *at: nbytes - 4096
     assert world.put(1, world.content()) is Status.NO_SPACE

@@ -600,41 +600,6 @@ def test_every_round_that_defers_asks_about_something_unknown(lookup):
     pytest.fail("still deferred")
 
 
-def test_scans_ask_past_the_unknown():
-    swa = GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 8)
-    table = ["huhm", "hhhu"]
-    asked = []
-
-    def presence(g, c):
-        asked.append((g, c))
-        return ODDS[table[g][c]]
-
-    hit = planner.longest_hit([replace(FULL16, tokens_per_block=4), swa], 1, 17, 0, presence)
-    assert hit == Hit(0, deferred=True)
-    assert asked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1)]
-
-
-def test_the_shared_part_of_a_prompt_hits_only_where_a_window_was_kept():
-    groups = [FULL16, SWA16]
-    kept = {(1, c) for c in range(56, 64)}  # the window before token 1024
-
-    def presence(g, c):
-        return Presence.HIT if (g == 0 and c < 68) or (g, c) in kept else Presence.MISS
-
-    assert planner.longest_hit(groups, 1, 2000, 0, presence) == Hit(1024, deferred=False)
-    kept.clear()  # retention_interval 0
-    assert planner.longest_hit(groups, 1, 2000, 0, presence) == Hit(0, deferred=False)
-
-
-def test_a_hit_never_cuts_a_state():
-    # vLLM answers 12 (see the engine test below): it rounds only before the scans, and would
-    # load the state after 16 tokens for a hit of 12. Its own hybrids have one block size.
-    groups = [GroupSpec(0, GroupKind.STATE, 8, None), GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 5)]
-    table = ["hh", "hhhm"]
-    hit = planner.longest_hit(groups, 1, 17, 0, lambda g, c: ODDS[table[g][c]])
-    assert hit == Hit(8, deferred=False)
-
-
 def test_what_a_hit_costs():
     groups = [FULL16, SWA16]
     layouts = [GroupLayout(0, 2, (PageRef(0, 5000),)), GroupLayout(1, 2, (PageRef(0, 100),))]

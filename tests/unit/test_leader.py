@@ -317,18 +317,6 @@ def test_a_heartbeat_of_who_is_gone_is_added_and_goes_with_its_limits(root, monk
     assert bool(files.heartbeats()) is (who == "heard")
 
 
-def test_a_heartbeat_that_is_missed_at_a_look_counts_once(root):
-    one, files, _ = leads(root)
-    look(one, files)
-    for number, written in ((1, 4096), (2, None), (3, 8192)):
-        if written is None:
-            files.withdraw(OTHER_NODE)
-        else:
-            files.publish(beat(OTHER_NODE, beat=number, written=written))
-        look(one, files)
-    assert one._count.nbytes[NAME][0] == 8192
-
-
 @pytest.mark.parametrize("leads", [True, False], ids=["leader", "another leads"])
 def test_what_an_engine_writes_last_is_in_the_sums_after_its_end(root, leads):
     """Or the next engine would take it for room. Of one that does not lead the heartbeat tells."""

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_jobs import DEADLINE, POISON, Bench
+from test_jobs import POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import _native, namespace
@@ -703,56 +703,6 @@ def test_directories_that_vanish_are_made_again(make_native_bench):
         bench.wait_until_idle()
         load = bench.load([1, 2], place=5)
         assert not bench.finish(load)[0].failed
-
-
-def test_wait_frees_the_pages_and_what_was_gathered_ahead_is_written(make_native_bench):
-    bench = make_native_bench(num_threads=1, num_slots=20)
-    jobs = [bench.store([10 * n, 10 * n + 1], place=2 * n) for n in range(1, 5)]
-    returns_in_time(lambda: bench.runner.wait([job for job, _ in jobs]) or 1)
-    for n in range(1, 5):
-        for place in (2 * n, 2 * n + 1):
-            bench.poison(bench.blocks(place))
-    bench.finish(*(job for job, _ in jobs))
-    bench.wait_until_idle()
-    statuses = bench.statuses(loads=False)
-    assert statuses[Status.OK] == 8  # 20 slots were enough for all
-    for n, (_, contents) in enumerate(jobs, 1):
-        load = bench.load([10 * n, 10 * n + 1], place=12)
-        assert not bench.finish(load)[0].failed
-        assert bench.world.pages(bench.blocks(12)) == contents[10 * n]
-
-
-def test_a_hung_file_system_fails_the_load_at_its_deadline_and_never_touches_the_pages(
-    make_native_bench, monkeypatch
-):
-    """A fifo opened for reading would hang; ours is refused. So the hang is Python's own part of the way."""
-    bench = make_native_bench(num_threads=2, num_slots=8)
-    begun, held = threading.Event(), threading.Event()
-
-    def hang(*arguments):
-        begun.set()
-        return Status.OK if held.wait(60) else Status.IO_ERROR
-
-    monkeypatch.setattr(bench.world.store, "get", hang)
-    job = bench.load([1])  # absent: left to Python
-    assert begun.wait(60)
-    bench.clock.now = time.monotonic() + DEADLINE.max_s
-    assert bench.poll()[job].failed
-    assert bench.runner.num_threads_hung == 1
-    held.set()
-    bench.wait_until_idle()
-    assert bench.poisoned(0)
-
-
-def test_closing_drops_what_is_queued_and_frees_the_threads(make_native_bench):
-    bench = make_native_bench(num_threads=2, num_slots=8)
-    job, _ = bench.store([1, 2, 3])
-    bench.finish(job)
-    bench.wait_until_idle()
-    bench.runner._pool.close()
-    wait_for(lambda: bench.runner._pool._num_alive == 0)
-    bench.store([4])  # dropped, and nothing raises
-    assert bench.runner._slots.num_used == 0
 
 
 def test_transfers_that_make_no_sense_are_refused():

@@ -125,15 +125,6 @@ def test_a_bound_holds(engine, tmp_path, bound, holds):
     assert (sum(path.stat().st_size for path in files(tmp_path)) <= 64 << 10) is holds
 
 
-@pytest.mark.parametrize(("bound", "said"), [("16 KiB", True), ("1 GiB", False)])
-def test_a_bound_of_less_than_four_steps_is_told_of_at_the_start(engine, caplog, bound, said):
-    engine(max_bytes=bound)
-    lines = [r.getMessage() for r in caplog.records if "event=bound_small" in r.getMessage()]
-    assert [" bound=max_bytes limit_bytes=16384 step_bytes=" in line for line in lines] == [
-        True
-    ] * said
-
-
 PRUNED = (b"sixteen bytes so", 7)
 
 

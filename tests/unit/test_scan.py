@@ -118,20 +118,6 @@ def test_a_walk_finds_the_chunks_and_nothing_else_in_any_litter(namespace, seed,
         assert ours.num_foreign == theirs.num_foreign
 
 
-def test_parts_are_files_with_names_that_fskv_makes_and_an_nfs_leftover_is_nothing(namespace):
-    write_chunk(namespace, "abc" + "0" * 29)
-    directory = f"{namespace}/chunks/abc"
-    os.mkdir(f"{directory}/node-1-00000000-1.part")
-    os.symlink("/etc/passwd", f"{directory}/node-1-00000000-2.part")
-    foreign = ("film.mp4.part", ".part", "a b-1-00000000-1.part", "node-1-00000000-1.part.x")
-    ours = ("node-1-00000000-3.part", "probe-0123456789abcdef.part")
-    for name in (*foreign, *ours, ".nfs123"):
-        open(f"{directory}/{name}", "w").close()
-    shard = list_shard(directory, 0xABC)
-    assert {part.path for part in shard.parts} == {f"{directory}/{name}" for name in ours}
-    assert shard.num_foreign == len(foreign) + 2
-
-
 def test_a_file_in_the_place_of_a_directory_of_chunks_is_foreign_and_no_error(namespace):
     write_chunk(namespace, 1)
     open(f"{namespace}/chunks/fff", "w").close()
@@ -367,24 +353,6 @@ def test_a_young_file_counts_with_its_length_while_its_blocks_are_not_counted(
     run(catalogue.refresh(time.time_ns()))
     on_disk = sum(os.stat(path).st_blocks * 512 for path in paths)
     assert (catalogue.nbytes == on_disk) == rule
-
-
-@LISTERS
-def test_a_file_that_stays_sparse_counts_by_its_blocks_once_it_is_old(
-    namespace, monkeypatch, lister
-):
-    if lister == "Python":
-        monkeypatch.setattr(scan, "_list_in_c", None)
-    paths = blocks_to_come(namespace)
-    catalogue = Catalogue(namespace)
-    now = time.time_ns()
-    run(catalogue.refresh(now))
-    assert catalogue.nbytes == 5 << 20
-    run(catalogue.refresh(now + 61 * NS))
-    assert catalogue.nbytes == sum(os.stat(path).st_blocks * 512 for path in paths) < 1 << 20
-    listed = count_listings(monkeypatch)
-    run(catalogue.refresh(now + 62 * NS))
-    assert listed == []
 
 
 @pytest.mark.parametrize("here", [True, False])

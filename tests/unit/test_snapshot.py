@@ -77,16 +77,6 @@ def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
     assert loaded.num_files == 31
 
 
-def test_parts_are_known_again_after_a_load(namespace):
-    path = write_chunk(namespace, 1)
-    part = f"{os.path.dirname(path)}/n-1-00000000-1.part"
-    open(part, "w").close()
-    known(namespace).save()
-    loaded = Catalogue.load(namespace)
-    run(loaded.refresh(time.time_ns()))
-    assert [p.path for parts in loaded.parts.values() for p in parts] == [part]
-
-
 def test_every_flipped_byte_is_noticed(namespace):
     known(namespace, 3).save()
     path = f"{namespace}/{SNAPSHOT_FILE}"
@@ -251,20 +241,6 @@ def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
     run(catalogues[7].refresh(time.time_ns()))
     assert catalogues[7].num_files == catalogues[7].nbytes == 0
     assert catalogues[7].shards() == []
-
-
-def test_a_snapshot_that_cannot_be_written_leaves_no_part(namespace, monkeypatch):
-    catalogue = known(namespace, 3)
-    catalogue.save()
-
-    def fail(*_, **__):
-        raise OSError(28, "no space")
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="no space"):
-        catalogue.save()
-    assert os.listdir(f"{namespace}/tmp") == []
-    assert Catalogue.load(namespace).num_files == 3
 
 
 def test_a_file_costs_about_40_bytes_of_memory(namespace):

@@ -318,22 +318,6 @@ def test_a_file_in_the_place_of_a_chunks_directory_leaves_no_part(world):
 # --- scripted faults --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
-    world, tmp_path, monkeypatch, kind
-):
-    part = world.directory.part_path(world.path(1))
-    monkeypatch.setattr(type(world.directory), "part_path", lambda *_: part)
-    theirs = tmp_path / "theirs"
-    theirs.write_bytes(b"theirs")
-    os.makedirs(os.path.dirname(part), exist_ok=True)
-    (os.symlink if kind == "link" else os.link)(theirs, part)
-    assert world.put(1, world.content()) is Status.IO_ERROR
-    assert theirs.read_bytes() == b"theirs"
-    assert os.path.samefile(part, theirs)
-    assert world.get(1) == (Status.MISSING, None)
-
-
 def test_no_file_descriptor_is_left_open(make_world):
     def load(world):
         return [world.get(n)[0] for n in range(4)]
