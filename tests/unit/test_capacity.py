@@ -80,18 +80,18 @@ def writers(root):
 def test_three_writers_stay_near_the_bound_whoever_is_killed(root, writers):
     for _ in range(3):
         writers.start()
-    writers.watch(2 * MAX)
+    writers.watch(3 * MAX // 2)
     # The process that prunes for all is killed: another one goes on, its engine gets a new one.
     holder = holder_of(root)
     assert holder in maintenance_processes(process.pid for process in writers.running)
     os.kill(holder, signal.SIGKILL)
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     wait_for(lambda: holder_of(root) not in (None, holder))
     # An engine is killed in the middle of its writes.
     writers.kill()
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     writers.start()
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     assert disk_nbytes(root) > MAX * 0.7  # it was not held by removing everything
 
 
