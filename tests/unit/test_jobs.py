@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import random
 import threading
 import time
@@ -12,7 +11,7 @@ from collections import Counter
 from unittest.mock import Mock
 
 import pytest
-from world import Clock, damage, read_by_hand, returns_in_time, wait_for
+from world import Clock, read_by_hand, returns_in_time, wait_for
 
 from faults.transport import RandomScript, Script
 from fskv.config import Deadline
@@ -388,22 +387,6 @@ def test_a_load_that_is_dropped_fails_and_writes_no_page(make_bench, dropped):
 # --- failed loads -------------------------------------------------------------------------------
 
 
-def test_one_bad_chunk_fails_its_job_and_every_chunk_is_told_apart(bench):
-    for n in range(6):
-        bench.world.put(n, bench.world.content(seed=n))
-    damage(bench.world.path(2), bench.world.base + 9)
-    os.unlink(bench.world.path(4))
-    os.truncate(bench.world.path(5), 100)
-    (result,) = bench.finish(bench.load(list(range(6))))
-    assert result.failed
-    found = {o.file: o.status for o in bench.outcomes}
-    wanted = [Status.OK, Status.OK, Status.CORRUPT, Status.OK, Status.MISSING, Status.CORRUPT]
-    assert found == {bench.world.chunk(n): status for n, status in enumerate(wanted)}
-    for place in (2, 4, 5):
-        assert bench.poisoned(place)  # what failed has not touched its pages
-    bench.wait_until_idle()
-
-
 def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(make_bench):
     bench = make_bench()
     bench.world.put(1, bench.world.content())
@@ -505,23 +488,6 @@ def test_hung_threads_and_slots_are_bounded_and_all_come_back(make_bench):
     (result,) = bench.finish(bench.load([7], place=13))
     assert not result.failed
     assert bench.world.pages(bench.blocks(13)) == bench.world.content(seed=7)
-
-
-def test_a_hung_store_times_out_once_and_its_thread_is_replaced(make_bench):
-    bench = make_bench(Script(write="H"), num_threads=1, num_slots=4)
-    hung, _ = bench.store([1])
-    bench.transport.wait_until_hanging(1)
-    bench.finish(hung)
-    bench.clock.advance(5)
-    bench.poll()
-    bench.poll()
-    assert bench.statuses(loads=False) == {Status.TIMED_OUT: 1}
-    job, _ = bench.store([2], place=2)
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=False)[Status.OK] == 1)
-    calm(bench)
-    bench.wait_until_idle()
-    assert bench.statuses(loads=False) == {Status.TIMED_OUT: 1, Status.OK: 1}
 
 
 @pytest.mark.parametrize("num_threads", [4, 1])
@@ -886,19 +852,3 @@ def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeyp
 
     with pytest.raises(AssertionError, match="wrong KV"):
         returns_in_time(go)
-
-
-def test_the_queue_follows_the_rate_of_stores(make_bench):
-    """What is queued holds the engine's pages: as much as is written in STORE_QUEUE_S, not more."""
-    bench = make_bench(Script(write="H*"), num_threads=2, num_slots=8, max_queued=100)
-    runner = bench.runner
-    assert runner._queue_limit() == 100  # nothing measured yet
-    for seconds, limit in ((0.1, 80), (0.5, 16), (30.0, 4)):
-        runner._chunk_store_s = seconds
-        assert runner._queue_limit() == limit
-    jobs = [bench.store([n], place=n)[0] for n in range(1, 9)]
-    bench.finish(*jobs[4:])
-    assert bench.statuses(loads=False)[Status.SKIPPED] == 4  # two are being written, two wait
-    calm(bench)
-    bench.finish(*jobs)
-    bench.wait_until_idle()

@@ -302,26 +302,6 @@ def test_a_file_written_here_is_the_one_that_python_writes(make_world):
     assert ours.parts() == []
 
 
-@pytest.mark.parametrize("direct_io", ["auto", "off"])
-@pytest.mark.parametrize("written_in", ["native", "python"])
-def test_each_reads_what_the_other_wrote(make_world, direct_io, written_in):
-    world = make_world(native=True, direct_io=direct_io)
-    chunks = Chunks(world)
-    content = world.fill(range(4), seed=1)
-    if written_in == "native":
-        assert chunks.store(1, range(4)) == STORED
-    else:
-        assert make_world(direct_io=direct_io).put(1, content) is Status.OK
-    assert make_world(direct_io=direct_io).get(1) == (Status.OK, content)
-    size = world.file_layout.block_nbytes
-    for first, num_blocks in [(0, 4), (0, 1), (1, 2), (3, 1), (2, 2)]:
-        ids = range(10, 10 + num_blocks)
-        assert chunks.load(1, ids, first) == [NativeEvent.LOADED]
-        assert world.pages(ids) == content[first * size : (first + num_blocks) * size]
-        untouched = world.pages([9, 10 + num_blocks])
-        assert untouched == bytes([POISON % 256]) * len(untouched)
-
-
 @pytest.fixture(scope="module")
 def scattered(tmp_path_factory):
     """Chunks of 4 blocks with three small pages, which may lie anywhere."""
@@ -669,28 +649,6 @@ def test_jobs_run_outside_the_interpreter_and_say_what_python_would(make_native_
     assert (result.failed, result.nbytes) == (False, sum(map(len, contents.values())))
     for i, n in enumerate((1, 2, 3)):
         assert bench.world.pages(bench.blocks(5 + i)) == contents[n]
-    bench.wait_until_idle()
-
-
-def test_a_bad_chunk_is_judged_by_python_discarded_and_healed(make_native_bench):
-    bench = make_native_bench()
-    job, contents = bench.store([1, 2, 3])
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=False) == {Status.OK: 3})
-    damage(bench.world.path(2), bench.world.base + 70_000)
-    os.unlink(bench.world.path(3))
-    load = bench.load([1, 2, 3], place=5)
-    assert bench.finish(load)[0].failed
-    assert bench.statuses(loads=True) == {Status.OK: 1, Status.CORRUPT: 1, Status.MISSING: 1}
-    assert bench.poisoned(6)
-    assert bench.poisoned(7)
-    assert not os.path.exists(bench.world.path(2))
-    job, contents = bench.store([1, 2, 3])
-    bench.finish(job)  # its pages are free; the files come after it
-    bench.wait_until_idle()
-    load = bench.load([1, 2, 3], place=5)
-    assert not bench.finish(load)[0].failed
-    assert bench.world.pages(bench.blocks(6)) == contents[2]
     bench.wait_until_idle()
 
 

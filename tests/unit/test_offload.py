@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -80,25 +79,6 @@ def test_another_model_loads_nothing_of_it(engine):
     first, other = engine(), engine(model="other")
     assert first.run(PROMPT) != other.run(PROMPT)
     assert other.num_loaded == 0
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "swap"])
-def test_a_damaged_file_is_computed_and_stored_again(engine, tmp_path, how):
-    kv = engine().run(PROMPT)
-    paths = files(tmp_path)
-    if how == "swap":
-        os.rename(paths[0], tmp_path / "aside")
-        os.rename(paths[1], paths[0])
-        os.rename(tmp_path / "aside", paths[1])
-    elif how == "flip":
-        damage(paths[1], 4096 + 17)
-    else:
-        os.truncate(paths[1], 5000 if how == "cut" else 0)
-    other = engine()
-    assert other.run(PROMPT) == kv
-    assert other.num_loaded < 4
-    assert engine().run(PROMPT) == kv
-    assert len(files(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -175,27 +175,6 @@ def test_batches_grow_where_the_disk_is_fast_and_shrink_at_once_where_it_is_slow
     assert max(sizes_of_a_step(bench, 70_000)) == 512
 
 
-def test_what_a_given_up_probe_says_in_the_end_is_no_answer_to_a_later_question(bench):
-    """It may have looked long ago: what it saw then is not news."""
-    bench.disk.present = {chunk(1)}
-    bench.disk.hangs = True
-    bench.lookup(1)
-    bench.index.flush()
-    wait_for(lambda: bench.disk.num_hanging == 1)
-    bench.clock.advance(1.1)
-    assert bench.lookup(1)[0] is Presence.MISS
-    bench.index.flush()
-    bench.clock.advance(100)
-    bench.disk.present = set()
-    bench.disk.hangs = False
-    assert bench.lookup(1) == UNKNOWN  # asked anew, not flushed yet
-    bench.disk.released.set()
-    wait_for(lambda: len(bench.index._answers))
-    assert bench.lookup(1) == UNKNOWN
-    assert bench.learn(2) == [ABSENT]
-    assert bench.lookup(1) == ABSENT
-
-
 def test_a_hit_is_believed_for_its_time_and_then_asked_again(bench):
     bench.disk.present = {chunk(1)}
     assert bench.learn(1) == [HIT]

@@ -63,20 +63,6 @@ def test_a_loaded_snapshot_is_what_was_saved(namespace):
     assert os.listdir(f"{namespace}/tmp") == []
 
 
-def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
-    known(namespace).save()
-    added = write_chunk(namespace, 1000)
-    listed = []
-    real = scan.list_shard
-    monkeypatch.setattr(
-        scan, "list_shard", lambda path, *rest: listed.append(path) or real(path, *rest)
-    )
-    loaded = Catalogue.load(namespace)
-    run(loaded.refresh(time.time_ns()))
-    assert listed == [os.path.dirname(added)]
-    assert loaded.num_files == 31
-
-
 def test_every_flipped_byte_is_noticed(namespace):
     known(namespace, 3).save()
     path = f"{namespace}/{SNAPSHOT_FILE}"

@@ -338,27 +338,6 @@ def test_no_file_descriptor_is_left_open(make_world):
 # --- races ------------------------------------------------------------------------------------
 
 
-def test_two_threads_that_put_the_same_chunk_leave_one_good_file(make_world):
-    world = make_world()
-    start = threading.Barrier(4)
-    statuses = []
-
-    def put():
-        start.wait()
-        statuses.append(world.put(1, world.content()))
-
-    threads = [threading.Thread(target=put) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(statuses) == 4
-    assert all(status.good for status in statuses)
-    assert world.chunk_files() == [world.path(1)]
-    assert world.parts() == []
-    read_by_hand(world.path(1))
-
-
 def test_a_reader_sees_a_whole_file_or_none_while_writers_replace_it(make_world):
     world = make_world()
     stop = threading.Event()
