@@ -33,8 +33,7 @@ MEAN_NBYTES = 34 << 10  # of one of its chunks
 
 
 @pytest.fixture
-def root(tmp_path):
-    make_namespace(tmp_path)
+def root(namespace, tmp_path):
     return str(tmp_path)
 
 

@@ -42,8 +42,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def root(tmp_path):
-    make_namespace(tmp_path)
+def root(namespace, tmp_path):
     return str(tmp_path)
 
 

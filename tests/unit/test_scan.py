@@ -12,7 +12,7 @@ import time
 import types
 
 import pytest
-from capacity_lab import age_directories, make_namespace, run, write_chunk
+from capacity_lab import age_directories, run, write_chunk
 
 from fskv.index import scan
 from fskv.index.scan import file_name, list_shard, walk
@@ -20,11 +20,6 @@ from fskv.index.snapshot import Catalogue
 from fskv.root.process_id import unique_name
 
 LATER_NS = 1 << 62
-
-
-@pytest.fixture
-def namespace(tmp_path):
-    return make_namespace(tmp_path)
 
 
 def found(shards):

@@ -23,11 +23,6 @@ from fskv.index.snapshot import Catalogue
 from fskv.root.root import SNAPSHOT_FILE
 
 
-@pytest.fixture
-def namespace(tmp_path):
-    return make_namespace(tmp_path)
-
-
 def known(namespace, count=30):
     for number in range(count):
         write_chunk(namespace, number, rank=number % 3)

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from world import Clock, returns_in_time, wait_for
+from world import returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.threads import (
@@ -327,11 +327,6 @@ def test_a_call_with_a_deadline_returns_raises_or_is_given_up(gate):
 
 
 # --- the circuit breaker ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
