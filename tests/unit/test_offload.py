@@ -196,14 +196,10 @@ def test_a_stopped_lookup_finds_and_begins_nothing(engine):
     assert toy.kv.lookup.begin_store([new]) == []
 
 
-def test_memory_that_does_not_fit_the_identity_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="KV memory of group 0: found 0 tensors, expected 1"):
-        open_store({"root": str(tmp_path)}, identity("toy"), {})
-
-
 # --- what an engine may do wrong ------------------------------------------------------------
 
 CHUNK = ChunkId(b"c" * 32, 0)
+FLAT = memoryview(bytearray(1024))
 
 
 def settled(kv, seconds=10.0):
@@ -216,22 +212,19 @@ def settled(kv, seconds=10.0):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first"), [([4, 5, 6], 0), ([4, 5], 1), ([], 0), ([4], 2), ([4], -1)]
+    ("group", "blocks", "first", "words"),
+    [
+        *((0, blocks, 0, "of a chunk of 2") for blocks in ([4, 5, 6], [])),
+        *((0, [4, 5][:n], first, "of a chunk of 2") for n, first in ((2, 1), (1, 2), (1, -1))),
+        *((0, blocks, 0, "of group 0, whose memory has 64") for blocks in ([0, 64], [-1, 0])),
+        (7, [0, 1], 0, "group 7 is not in the identity"),
+    ],
 )
-def test_blocks_that_are_not_in_the_chunk_are_an_error_and_no_good_load(engine, blocks, first):
-    with pytest.raises(ValueError, match="of a chunk of 2"):
-        engine().kv.moves(CHUNK, blocks, first)
-
-
-@pytest.mark.parametrize("blocks", [[0, 64], [-1, 0]])
-def test_blocks_that_are_not_in_the_memory_are_an_error(engine, blocks):
-    with pytest.raises(ValueError, match="of group 0, whose memory has 64"):
-        engine().kv.moves(CHUNK, blocks)
-
-
-def test_a_group_that_the_identity_has_not_is_an_error(engine):
-    with pytest.raises(ValueError, match="group 7 is not in the identity"):
-        engine().kv.moves(ChunkId(b"c" * 32, 7), [0, 1])
+def test_blocks_that_are_not_there_are_an_error_and_no_good_load(
+    engine, group, blocks, first, words
+):
+    with pytest.raises(ValueError, match=words):
+        engine().kv.moves(ChunkId(b"c" * 32, group), blocks, first)
 
 
 @pytest.mark.parametrize(
@@ -243,17 +236,14 @@ def test_a_group_that_the_identity_has_not_is_an_error(engine):
         (memoryview(bytearray(1024)).cast("B", (2, 512)), "rows of its own"),
         (memoryview(bytearray(100)), "found 100 bytes, expected blocks of 512"),
         (memoryview(bytearray(1000)), "found 1000 bytes, expected blocks of 512"),
+        ({}, "KV memory of group 0: found 0 tensors, expected 1"),
+        ({0: [FLAT], 3: [FLAT]}, "KV memory of group 3: expected groups of the identity"),
     ],
 )
 def test_memory_that_would_be_read_wrong_is_refused(tmp_path, memory, words):
+    memory = memory if isinstance(memory, dict) else {0: [memory]}
     with pytest.raises(ConfigError, match=words):
-        open_store({"root": str(tmp_path)}, identity("toy"), {0: [memory]})
-
-
-def test_memory_of_a_group_that_the_identity_has_not_is_refused(tmp_path):
-    flat = memoryview(bytearray(1024))
-    with pytest.raises(ConfigError, match="KV memory of group 3: expected groups of the identity"):
-        open_store({"root": str(tmp_path)}, identity("toy"), {0: [flat], 3: [flat]})
+        open_store({"root": str(tmp_path)}, identity("toy"), memory)
 
 
 def test_two_jobs_of_one_id_are_an_error(engine):
