@@ -191,6 +191,17 @@ def bounded_memory(nbytes):
 
 
 @LIGHT
+@given(st.binary(max_size=9000))
+def test_random_bytes_are_corrupt_and_nothing_else(data):
+    with pytest.raises((ChunkCorrupt, ChunkStale)):
+        parse_header(data)
+    with pytest.raises((ChunkCorrupt, ChunkStale)):
+        parse_header(MAGIC + data)
+    with pytest.raises(ChunkCorrupt):
+        parse_header(header_of(data[:4000]))
+
+
+@LIGHT
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=12))
 def test_a_mutated_map_with_a_valid_checksum_is_corrupt_or_still_a_sound_header(at, patch):
     meta = bytearray(msgpack.packb(good_meta()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -562,6 +563,18 @@ def test_a_configuration_is_not_changed_by_looking_at_it():
 
 
 # --- progress ---------------------------------------------------------------------------
+
+
+def test_a_long_fingerprint_says_how_far_it_is_and_a_short_one_nothing(model, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
+    sampled(model)
+    assert not caplog.messages
+    monkeypatch.setattr(fingerprint, "_QUIET_S", -1.0)
+    sampled(model)
+    (message,) = caplog.messages  # the next one would come after 5 s
+    assert message.startswith("fskv: fingerprint: ")
+    assert " of 610 samples, " in message
 
 
 def test_threads_end_with_the_fingerprint_and_with_an_error(model, monkeypatch):

@@ -348,6 +348,23 @@ def test_after_a_drop_nothing_is_stored_but_what_was_gathered_before(make_bench,
     assert stored_contents(bench)[20] == content[20], "the runner goes on"
 
 
+def test_a_drop_leaves_out_what_was_gathered_ahead_and_gives_its_slots_back(make_bench):
+    bench = make_bench(Script(write="H*"), num_slots=20)
+    job, contents = bench.store(list(range(8)))
+    bench.transport.wait_until_hanging(2)
+    returns_in_time(lambda: bench.runner.wait([job]) or 1)
+    assert bench.runner.num_slots_used == 8
+    assert job in bench.poll()
+    returns_in_time(lambda: bench.runner.drop() or 1)
+    assert bench.runner.num_slots_used == 2
+    assert bench.runner.num_open_stores == 2
+    calm(bench)
+    bench.wait_until_idle()
+    found = stored_contents(bench)
+    assert len(found) == 2
+    assert found == {n: contents[n] for n in found}
+
+
 @pytest.mark.parametrize("copy", ["gather", "scatter"])
 def test_a_drop_returns_when_the_copy_in_progress_has_ended(make_bench, copy):
     bench = make_bench(Script(**{copy: "H"}), num_threads=1, num_slots=4)

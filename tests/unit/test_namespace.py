@@ -266,6 +266,17 @@ def test_diff_names_the_leaf_by_its_path():
     ]
 
 
+def test_a_missing_layer_is_one_difference():
+    names = tuple(f"layers.{i}" for i in range(80))
+    group = dataclasses.replace(GROUPS[0], layer_names=names)
+    short = dataclasses.replace(GROUPS[0], layer_names=names[:40] + names[41:])
+    (found,) = diff(identity(groups=(group,)), identity(groups=(short,)))
+    (line,) = explain([found], "node1", "node2")
+    assert found.path == "groups[0].layer_names"
+    assert "layers.40" in line
+    assert len(line) < 350
+
+
 def test_explain_names_both_sides_in_printable_lines():
     hostile = identity(model_config={"a\nb\x7f": "x\x1b[2J\u202e\x7f"}, tenant="blue")
     lines = explain(diff(identity(), hostile), "this engine", "namespace.json")

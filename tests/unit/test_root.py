@@ -447,6 +447,12 @@ def test_the_start_says_why_prompts_will_miss(path):
     assert said() == nearest, "the control: it is not new any more"
 
 
+def test_a_namespace_that_nobody_is_beside_needs_no_word(path):
+    space = opened(path).open_namespace(identity())
+    (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
+    assert beside(str(path), identity()) == ""
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_namespace_that_goes_while_it_is_opened_is_made_again(path, monkeypatch, times):
     """Who keeps the bounds removes an empty one; the control: where it goes each time it is an error."""

@@ -151,6 +151,24 @@ def test_a_directory_that_cannot_be_listed_is_reported_and_the_others_are_found(
     assert catalogue.num_files == 20
 
 
+def test_a_walk_is_in_order_and_may_be_given_up(namespace):
+    for number in range(300):
+        write_chunk(namespace, number)
+    everything = walk_all(namespace)
+    assert [s.idx for s in everything] == sorted(s.idx for s in everything)
+    assert found(everything) == chunk_names(namespace)
+
+    async def part():
+        first = []
+        async for shard in walk(namespace, {}, now_ns=LATER_NS):
+            first.append(shard)
+            if len(first) == 70:  # in the middle of a batch
+                break
+        return first
+
+    assert [s.idx for s in run(part())] == [s.idx for s in everything[:70]]
+
+
 def count_listings(monkeypatch):
     listed = []
     real = scan.list_shard
