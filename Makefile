@@ -78,21 +78,20 @@ mutants: $(SETUP) ## Take each safety check away: does a test notice? ARGS may n
 	@'$(PY)' -m trials.mutants $(ARGS)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/test.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --ignore tests/engines \
-	    --timings=.cache/timings/unit.json $(ARGS)
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --ignore tests/engines --durations=10 $(ARGS)
 
 test-engines: $(SETUP) ## What of test starts real engines: the other part
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/engines.json $(ARGS) tests/engines
+	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS) tests/engines
 
 test-near: $(SETUP) ## The tests that name the module FILE=fskv/data_path/runner.py, in a minute or a few
 	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' $(ARGS) \
 	    $$(git grep -lw '$(basename $(notdir $(FILE)))' -- tests/unit/test_* tests/adapter/test_* tests/tools/test_*)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --timings=.cache/timings/slow.json $(ARGS)
+	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS)
 
 test-all: test test-slow test-shared-fs ## make test, test-slow and test-shared-fs
 

@@ -14,8 +14,6 @@ import pytest
 from native_build import build
 from world import World
 
-pytest_plugins = ["timings"]
-
 # Tests run beside each other: more threads for torch only wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

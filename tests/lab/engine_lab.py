@@ -96,12 +96,11 @@ def run_engine(what: dict[str, Any], **how: Any) -> dict[str, Any]:
 
 
 class Engine(RunningEngine):
-    """An engine that is killed at the end of its test if it still runs, and whose cost is known."""
+    """An engine that is killed at the end of its test if it still runs."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._begin = time.monotonic()
         super().__init__(*arguments)
-        self.cost: dict[str, Any] = {"forked": self._process.forked}
+        self.waited_for = False
         _started.append(self)
 
     def __str__(self) -> str:
@@ -109,8 +108,7 @@ class Engine(RunningEngine):
 
     def wait(self, timeout_s: float = ENGINE_TIMEOUT_S) -> dict[str, Any]:
         result = super().wait(timeout_s)
-        self.cost["life_s"] = time.monotonic() - self._begin
-        self.cost |= {name: result.get(name, 0.0) for name in ("import_s", "engine_start_s")}
+        self.waited_for = True
         return result
 
 
@@ -247,7 +245,7 @@ def end_engines() -> tuple[list[Engine], list[Engine]]:
     left = [engine for engine in started if engine.running]
     for engine in started:
         # Not waited for: of one that crashed, processes may be left.
-        if "life_s" not in engine.cost:
+        if not engine.waited_for:
             engine.kill()
     return started, left
 
@@ -422,35 +420,4 @@ def needs_vllm() -> None:
     pytest.importorskip("vllm", reason="the engine tests need the vllm environment: make test")
 
 
-__all__ = [
-    "DAMAGES",
-    "MAX_TOKENS",
-    "MODELS",
-    "SETTLE",
-    "Conversation",
-    "Damage",
-    "DamageContext",
-    "Engine",
-    "assert_sound",
-    "by_group",
-    "checkpoint",
-    "chunks",
-    "connector",
-    "counter",
-    "generate",
-    "generates",
-    "group_of",
-    "metrics",
-    "needs_vllm",
-    "options_for",
-    "reference",
-    "request",
-    "restore",
-    "run",
-    "run_engine",
-    "run_program",
-    "snapshot",
-    "start_engine",
-    "stored",
-    "zero_payload",
-]
+__all__ = ["MODELS", "SETTLE", "by_group", "generates", "group_of", "zero_payload"]

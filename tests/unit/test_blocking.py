@@ -149,16 +149,6 @@ def test_what_one_store_has_stored_another_one_loads(make):
     assert first.store(pages(range(20))) == [True] * 20, "what is there is there"
 
 
-def test_a_hole_ends_what_is_present(make):
-    store = make()
-    some = [page for page in pages(range(6)) if page.block != 2]
-    store.fill(some)
-    assert all(store.store(some))
-    assert store.count_present(chunks(range(6))) == 2
-    assert store.count_present(chunks([9])) == 0
-    assert store.count_present([]) == 0
-
-
 @pytest.mark.parametrize("tokens_per_block", [4096, 1])
 def test_a_slow_mount_is_waited_for_as_long_as_a_recompute_takes(
     make, monkeypatch, tokens_per_block
@@ -325,22 +315,6 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
     assert store.present([]) == []
     store.close()
     assert store.present(chunks(range(2))) == [False, False]
-
-
-@pytest.mark.parametrize("options", [{"staging_bytes": 3 * 8192}, {"io_threads": 8}])
-@pytest.mark.parametrize("at_once", [None, 17])
-def test_what_is_stored_at_once_fits_into_the_queue_of_a_slow_disk(
-    make, monkeypatch, options, at_once
-):
-    """With `at_once`, the control, more is handed over than the queue takes, and is not stored."""
-    monkeypatch.setattr(mover, "STORE_QUEUE_S", 0)
-    store = make(**options)
-    store._at_once = at_once or store._at_once
-    first, others = pages(range(1)), pages(range(1, 41), first_block=1)
-    store.fill(first + others)
-    assert store.store(first) == [True], "now it is known how long one takes"
-    assert store.kv.mover.least_queued <= 16
-    assert all(store.store(others)) is (at_once is None)
 
 
 @pytest.mark.parametrize("told", [True, False])

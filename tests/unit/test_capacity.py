@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import msgpack
 import pytest
-from capacity_lab import NAME, WRITER, disk_nbytes, holder_of, make_namespace
-from world import Clock, has_ended, returns_in_time, wait_for
+from capacity_lab import NAME, WRITER, disk_nbytes, holder_of
+from world import Clock, returns_in_time, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
@@ -31,8 +31,7 @@ MEAN_NBYTES = 34 << 10  # of one of its chunks
 
 
 @pytest.fixture
-def root(tmp_path):
-    make_namespace(tmp_path)
+def root(namespace, tmp_path):
     return str(tmp_path)
 
 
@@ -78,18 +77,18 @@ def writers(root):
 def test_three_writers_stay_near_the_bound_whoever_is_killed(root, writers):
     for _ in range(3):
         writers.start()
-    writers.watch(2 * MAX)
+    writers.watch(3 * MAX // 2)
     # The process that prunes for all is killed: another one goes on, its engine gets a new one.
     holder = holder_of(root)
     assert holder in maintenance_processes(process.pid for process in writers.running)
     os.kill(holder, signal.SIGKILL)
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     wait_for(lambda: holder_of(root) not in (None, holder))
     # An engine is killed in the middle of its writes.
     writers.kill()
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     writers.start()
-    writers.watch(MAX)
+    writers.watch(MAX // 2)
     assert disk_nbytes(root) > MAX * 0.7  # it was not held by removing everything
 
 
@@ -391,32 +390,3 @@ def test_a_root_that_vanishes_or_cannot_be_written_stores_nothing_and_stops_nobo
         time.sleep(0.01)
     assert not capacity.take(1 << 24)
     assert not os.path.exists(f"{root}/{NAME}")
-
-
-def test_a_child_ends_with_an_engine_that_was_killed_though_a_forked_process_keeps_its_pipe(root):
-    script = f"""
-import os, time
-from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits, RootState
-capacity = Capacity({root!r}, {NAME!r}, None, Limits(max_nbytes=1 << 20))
-capacity.start()
-while capacity.pid is None:
-    capacity.poll()
-    time.sleep(0.01)
-if os.fork():
-    print(capacity.pid, flush=True)
-time.sleep(60)
-"""
-    engine = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        child = int(engine.stdout.readline())
-        assert os.path.exists(f"/proc/{child}")
-        engine.kill()
-        engine.wait()
-        wait_for(lambda: has_ended(child))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(engine.pid, signal.SIGKILL)  # the forked one
-        engine.stdout.close()

@@ -138,33 +138,6 @@ def fields(header):
     return {name: getattr(header, name) for name in header.__slots__}
 
 
-@pytest.mark.parametrize("pages", [(8,), (65536, 65536), (1000,) * 96])
-@pytest.mark.parametrize("blocks", [1, 7, 64])
-def test_the_length_of_a_header_is_a_function_of_the_layout_only(blocks, pages):
-    layout = FileLayout(blocks, pages, b"L" * 16)
-    lengths = set()
-    for key, rank, creator, at in ((1, 0, "", 0), (256, 1 << 31, "\U0001f600" * 64, 1 << 62)):
-        header = ChunkHeader(
-            **{
-                **fields(GOLDEN_1_HEADER),
-                "key_hash": b"\xff" * key,
-                "rank": rank,
-                "creator": creator,
-                "written_at_ms": at,
-                "num_blocks": blocks,
-                "page_nbytes": pages,
-                "first_block": 0,
-                "payload_nbytes": layout.payload_nbytes,
-                "row_digests": b"\xff" * 8 * layout.num_rows,
-            }
-        )
-        lengths.add(len(encode_header(header, layout.header_nbytes)))
-        assert parse_header(encode_header(header, layout.header_nbytes)).creator == creator
-    assert lengths == {layout.header_nbytes}
-    assert layout.file_nbytes == layout.header_nbytes + layout.payload_nbytes
-    assert layout.header_nbytes % 4096 == layout.payload_nbytes % 4096 == 0
-
-
 @LIGHT
 @given(st.integers(1, 40), st.lists(st.integers(1, 100_000), min_size=1, max_size=4), st.data())
 def test_the_rows_of_blocks_cover_every_byte_of_them_and_no_row_more(blocks, pages, data):
@@ -197,11 +170,6 @@ def good_meta():
     return msgpack.unpackb(golden()[32 : 32 + struct.unpack_from("<I", golden(), 16)[0]])
 
 
-def sizes(*nbytes):
-    """Pack page sizes as the header has them."""
-    return struct.pack(f"<{len(nbytes)}Q", *nbytes)
-
-
 def refused(data):
     """Parse what must not parse; returns the error."""
     with pytest.raises((ChunkCorrupt, ChunkStale)) as caught:
@@ -220,24 +188,6 @@ def bounded_memory(nbytes):
     finally:
         tracemalloc.stop()
     assert peak < nbytes, f"{peak} bytes allocated, expected less than {nbytes}"
-
-
-def test_a_good_header_made_here_parses():
-    assert parse_header(header_of(msgpack.packb(good_meta()))).key_hash == bytes(range(32))
-
-
-def test_a_header_of_64_fields_parses_and_unknown_scalars_are_ignored():
-    more = dict(zip((f"n{n}" for n in range(49)), (None, True, 0.5, "", b""), strict=False))
-    more |= {f"n{n}": n for n in range(len(more), 49)}
-    assert parse_header(header_of(msgpack.packb(good_meta() | more))).key_hash == bytes(range(32))
-
-
-def test_bytes_that_are_not_zero_behind_the_map_are_corrupt():
-    meta = msgpack.packb(good_meta())
-    for at in (0, 1000, 8192 - 32 - len(meta) - 1):
-        more = bytes(at) + b"\x01"
-        error = refused(header_of(meta + more, meta_nbytes=len(meta)))
-        assert isinstance(error, ChunkCorrupt)
 
 
 @LIGHT
@@ -285,69 +235,6 @@ values = st.recursive(
 )
 
 
-@LIGHT
-@given(st.sampled_from(sorted(good_meta())), values)
-def test_a_field_of_any_other_type_or_size_is_corrupt(name, value):
-    meta = good_meta()
-    good = meta[name]
-    meta[name] = value
-    free = {"key", "namespace", "layout", "creator", "group", "rank", "written_at", "first_block"}
-    if type(value) is type(good) and (value == good or name in free):
-        return  # those may be anything of their type; the store compares them
-    if name == "blocks" and type(value) is int and 0 < value < 1000:
-        return  # some small blocks more or less end in the same row; the store compares these too
-    refused(header_of(msgpack.packb(meta)))
-
-
-@pytest.mark.parametrize("name", sorted(good_meta()))
-def test_a_missing_field_is_corrupt(name):
-    meta = good_meta()
-    del meta[name]
-    assert isinstance(refused(header_of(msgpack.packb(meta))), ChunkCorrupt)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"blocks": 1 << 31},
-        {"blocks": 0, "payload": 0},
-        {"pages": b""},
-        {"pages": sizes(*[1 << 39] * 60)},
-        {"pages": [24, 8]},
-        {"pages": sizes(24, 8) + b"\0"},
-        {"pages": sizes(24, 8, 0)},
-        {"pages": sizes(24, (1 << 64) - 8)},
-        {"payload": 8192},
-        {"payload": 1 << 50, "blocks": 1 << 20, "pages": sizes(1 << 30)},
-        {"payload": -4096},
-        {"rows": b""},
-        {"rows": b"r" * 16},
-        {"rows": b"r" * 9},
-        {"first_block": 2},
-        {"key": b""},
-        {"key": b"k" * 257},
-        {"key": "text"},
-        {"rank": True},
-        {"group": 1 << 40},
-        {"codec": 1},
-        {"codec": False},
-        {"codec": 0.0},
-        {"row": 65536.0},
-        {"checksum": b"xxh3-64"},
-        {f"n{n}": 0 for n in range(50)},
-        {"checksum": "crc32"},
-        {"row": 4096},
-        {"creator": b"bytes"},
-    ],
-    ids=repr,
-)
-def test_fields_that_contradict_each_other_or_leave_their_range_are_corrupt(changes):
-    with bounded_memory(2 << 20):
-        assert isinstance(
-            refused(header_of(msgpack.packb({**good_meta(), **changes}))), ChunkCorrupt
-        )
-
-
 BOMBS = {
     "array of 2^32": b"\xdd\xff\xff\xff\xff",
     "map of 2^32": b"\xdf\xff\xff\xff\xff",
@@ -384,36 +271,6 @@ def test_a_bomb_with_a_valid_checksum_is_corrupt_and_allocates_next_to_nothing(b
     data = header_of(BOMBS[bomb])
     with bounded_memory(2 << 20):
         assert isinstance(refused(data), ChunkCorrupt)
-
-
-@pytest.mark.parametrize(
-    ("header_nbytes", "meta_nbytes"),
-    [
-        (0, 0),
-        (4095, 10),
-        (4097, 10),
-        (2048, 10),
-        (0xFFFFF000, 10),
-        ((16 << 20) + 4096, 10),
-        (16 << 20, 10),
-        (4096, 4065),
-        (4096, 0xFFFFFFFF),
-    ],
-)
-def test_hostile_lengths_in_the_prefix_are_refused_before_they_are_used(header_nbytes, meta_nbytes):
-    data = bytearray(header_of(msgpack.packb(good_meta()), 4096))
-    struct.pack_into("<II", data, 12, header_nbytes, meta_nbytes)
-    struct.pack_into("<Q", data, 24, 0)
-    struct.pack_into("<Q", data, 24, xxhash.xxh3_64_intdigest(bytes(data)))
-    with bounded_memory(1 << 20):
-        assert isinstance(refused(bytes(data)), ChunkCorrupt)
-
-
-def test_another_format_version_is_stale_and_not_corrupt():
-    assert isinstance(refused(header_of(b"", version=2)), ChunkStale)
-    assert isinstance(refused(header_of(b"", version=0)), ChunkStale)
-    assert isinstance(refused(header_of(b"", magic=b"\x89FSKV\n\x1a\x1a")), ChunkCorrupt)
-    assert isinstance(refused(header_of(msgpack.packb(good_meta()), zero=1)), ChunkCorrupt)
 
 
 # --- every bit --------------------------------------------------------------------------------

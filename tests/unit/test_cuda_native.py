@@ -453,22 +453,6 @@ def test_copies_that_wait_for_a_busy_part_of_the_device_keep_none_that_needs_ano
 # --- what a chunk costs ------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_one_kernel_and_one_copy_and_allocates_nothing(make_device, sim):
-    bench = make_device(num_threads=1)
-    stored(bench, [0])
-    sim.reset(1, 0.0)
-    stored(bench, list(range(1, 6)), place=3)
-    bench.finish(bench.load(list(range(1, 6)), place=20))
-    bench.wait_until_idle()
-    assert sim.calls("cuLaunchKernel") == 10
-    assert sim.calls("cuMemcpyDtoHAsync_v2") == 5
-    assert sim.calls("cuMemcpyHtoDAsync_v2") == 15, "a table each, and a chunk that is loaded"
-    assert sim.calls("cuEventSynchronize") == 10
-    for name in ("cuMemAlloc_v2", "cuMemHostRegister_v2", "cuStreamCreate", "cuStreamSynchronize"):
-        assert sim.calls(name) == 0, name
-    assert sim.spinning == 0
-
-
 def test_slots_are_registered_once_and_no_more_than_was_allowed(make_device, sim):
     gc.collect()  # pinned memory of another test that goes meanwhile would be counted here
     before = sim.registered

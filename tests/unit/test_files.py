@@ -9,7 +9,6 @@ import resource
 import socket
 import stat
 import threading
-import tracemalloc
 
 import pytest
 from world import leaves_nothing_open
@@ -103,24 +102,6 @@ def test_no_more_is_read_than_the_caller_says(folder):
         read_small(str(path), len(CONTENT) - 1)
     with regular_file(str(path)) as file:
         assert [file.read(3), file.read(100), file.read(100)] == [b"pre", b"cious", b""]
-
-
-def test_a_huge_file_costs_no_memory(folder):
-    path, nbytes = folder / "file", 32 << 20
-    with open(path, "wb") as file:
-        file.truncate(nbytes)
-
-    def peak(most_nbytes):
-        tracemalloc.start()
-        try:
-            with contextlib.suppress(UnfitFileError):
-                read_small(str(path), most_nbytes)
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    assert peak(1000) < 1 << 20
-    assert peak(nbytes) > nbytes  # the control
 
 
 def test_a_stale_handle_is_tried_once_more():

@@ -205,14 +205,6 @@ def one_byte_longer(model):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def rope(model):
-    write_json(model / "config.json", {**CONFIG, "rope_theta": 500000.0})
-
-
-def no_config(model):
-    (model / "config.json").unlink()
-
-
 def swapped_shards(model):
     one, two = (model / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     spare = model / "spare"
@@ -231,75 +223,15 @@ def removed_shard(model):
     (model / SHARD).unlink()
 
 
-def added_shard(model):
-    write_safetensors(model / "extra.safetensors", seed=9)
-
-
 def other_weight_map(model):
     weight_map = {"b": SHARD, "a": "model-00002-of-00002.safetensors"}
     write_json(model / "model.safetensors.index.json", {"weight_map": weight_map})
-
-
-def quantised(model):
-    write_json(model / "hf_quant_config.json", {"kv_cache_quant_algo": "FP8"})
-
-
-def quantised_gptq(model):
-    write_json(model / "quantize_config.json", {"bits": 4})
-
-
-def processor(model):
-    write_json(model / "preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]})
-
-
-def generation(model):
-    write_json(model / "generation_config.json", {"attn_temperature_tuning": True})
-
-
-def remote_code(model):
-    (model / "modeling_x.py").write_text("scale = -3\n")
-
-
-def remote_code_below(model):
-    (model / "layers").mkdir()
-    (model / "layers" / "mlp.py").write_text("scale = -3\n")
-
-
-def tokenizer(model):
-    (model / "tokenizer.model").write_bytes(b"\x0a")
-
-
-def filters_of_sound(model):
-    (model / "mel_filters.npz").write_bytes(b"PK")
-
-
-def vocabulary(model):
-    (model / "vocab.txt").write_bytes(b"a")
-
-
-def settings_in_yaml(model):
-    (model / "audio").mkdir()
-    (model / "audio" / "front_end.yaml").write_text("rate: 16000\n")
-
-
-def weights_below(model):
-    (model / "tower").mkdir()
-    write_safetensors(model / "tower" / "model.safetensors", seed=7)
-
-
-def config_below(model):
-    (model / "tower").mkdir()
-    write_json(model / "tower" / "config.json", {"rope_theta": 3})
 
 
 def config_in_a_linked_directory(model):
     (model.parent / "elsewhere").mkdir()
     write_json(model.parent / "elsewhere" / "config.json", {"rope_theta": 3})
     (model / "tower").symlink_to("../elsewhere")
-
-
-def json_that_does_not_parse(model):
-    (model / "notes.json").write_text("{")
 
 
 @pytest.mark.parametrize(
@@ -310,27 +242,11 @@ def json_that_does_not_parse(model):
         last_byte,
         metadata_in_a_header,
         one_byte_longer,
-        rope,
-        no_config,
         swapped_shards,
         renamed_shard,
         removed_shard,
-        added_shard,
         other_weight_map,
-        quantised,
-        quantised_gptq,
-        processor,
-        generation,
-        remote_code,
-        remote_code_below,
-        tokenizer,
-        vocabulary,
-        filters_of_sound,
-        settings_in_yaml,
-        weights_below,
-        config_below,
         config_in_a_linked_directory,
-        json_that_does_not_parse,
     ],
 )
 def test_other_weights_or_configuration_have_another_fingerprint(model, change):
@@ -339,17 +255,29 @@ def test_other_weights_or_configuration_have_another_fingerprint(model, change):
     assert sampled(model) != before
 
 
-def test_unsampled_bytes_are_not_seen_as_the_docstring_says(model):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("extra.safetensors", "tower/model.safetensors", "tower/config.json", "notes.json"),
+        *("hf_quant_config.json", "quantize_config.json", "preprocessor_config.json"),
+        *("generation_config.json", "audio/front_end.yaml", "modeling_x.py", "layers/mlp.py"),
+        *("tokenizer.model", "vocab.txt", "mel_filters.npz", "pytorch_model.bin"),
+    ],
+)
+def test_a_further_file_gives_another_fingerprint(model, name):
     before = sampled(model)
-    path = model / SHARD
-    overwrite(path, data_start(path) + TENSOR_NBYTES + 8192, b"\xff")
-    assert sampled(model) == before
-    assert "unsampled" in weights_fingerprint.__doc__
+    (model / name).parent.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        write_safetensors(model / name, seed=9)
+    else:
+        (model / name).write_bytes(b"{")  # of JSON that does not parse the bytes count
+    assert sampled(model) != before
 
 
 @pytest.mark.parametrize(
     ("name", "one", "other"),
     [
+        ("config.json", b'{"rope_theta": 1.0}', b'{"rope_theta": 2.0}'),
         ("modeling_x.py", b"scale = 1", b"scale = 3"),
         ("preprocessor_config.json", b'{"size": 1}', b'{"size": 2}'),
         ("notes.json", b'{"a": ', b'{"b": '),
@@ -379,19 +307,6 @@ def test_settings_of_gigabytes_are_sampled(model):
         tracemalloc.stop()
     overwrite(path, 512 << 20, b"x")
     assert sampled(model) != before
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_change_of_any_one_of_thousands_of_tensors_is_seen(tmp_path, seed):
-    path = tmp_path / "model.safetensors"
-    random_ = random.Random(seed)
-    start = write_safetensors(path, seed=0, num_tensors=6000, nbytes=60_000, sparse=True)
-    seen = {sampled(tmp_path)}
-    for _ in range(4):
-        overwrite(path, start + random_.randrange(6000) * 60_000, random_.randbytes(60_000))
-        found = sampled(tmp_path)
-        assert found not in seen
-        seen.add(found)
 
 
 # --- without safetensors ----------------------------------------------------------------
@@ -429,18 +344,6 @@ def test_other_formats_are_sampled_from_start_to_end(tmp_path, name, as_file):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
-def test_other_weights_of_as_many_bytes_as_lie_between_two_samples_are_seen(tmp_path, name):
-    path = other_format(tmp_path / name)
-    before = sampled(tmp_path)
-    random_ = random.Random(name)
-    for _ in range(10):
-        at = random_.randrange(OTHER_SIZE - (512 << 10))
-        overwrite(path, at, b"\xff" * (512 << 10))
-        assert sampled(tmp_path) != before
-        other_format(path)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
 def test_negative_control_a_change_where_nothing_is_read_is_not_seen(tmp_path, name, monkeypatch):
     path = other_format(tmp_path / name)
     with pytest.raises(AssertionError, match="200000"):
@@ -466,20 +369,6 @@ def test_one_value_of_a_small_tensor_in_a_file_of_torch_is_seen(tmp_path):
     differs = [n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
     assert min(differs) < len(first) // 2 < max(differs), "the value, and the checksum"
     assert one != other
-
-
-@pytest.mark.parametrize("size", [0, 1, 255, 4096, 4097])
-def test_small_files_have_fingerprints_too(tmp_path, size):
-    (tmp_path / "model.bin").write_bytes(bytes(size))
-    before = sampled(tmp_path)
-    (tmp_path / "model.bin").write_bytes(bytes(size + 1))
-    assert sampled(tmp_path) != before
-
-
-def test_bin_files_next_to_safetensors_count_because_load_format_may_choose_them(model):
-    before = sampled(model)
-    (model / "pytorch_model.bin").write_bytes(b"x")
-    assert sampled(model) != before
 
 
 def test_a_single_file_keeps_its_fingerprint_when_renamed(tmp_path):

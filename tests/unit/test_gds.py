@@ -7,7 +7,6 @@ does below kvikio, and that no wrong bit reaches a page, is in test_transport_fa
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import stat
@@ -41,11 +40,8 @@ from fskv.types import Status
 
 make_bench, bench = test_jobs.make_bench, test_jobs.bench
 _OF_HOST_STAGING = {
-    "test_a_write_that_fails_at_any_step_leaves_no_part_and_no_file",  # pwritev
-    "test_a_probe_file_left_by_a_crash_does_not_stop_the_start",
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
     "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
-    "test_two_processes_that_put_the_same_chunks_leave_good_files",  # children without the simulation
     "test_a_child_process_has_no_part_in_the_slots",
 }
 for _module in (test_store, test_jobs):
@@ -98,24 +94,6 @@ def test_a_part_has_the_mode_it_should_have(world, tmp_path, mode):
     assert stat.S_IMODE((tmp_path / "p.part").stat().st_mode) == mode
 
 
-@pytest.mark.parametrize("there", ["file", "link", "dangling link"])
-def test_a_part_is_never_written_over_or_through_something(world, tmp_path, there):
-    transport, path, target = world.transport.inner, tmp_path / "p.part", tmp_path / "target"
-    if there != "dangling link":
-        target.write_bytes(b"mine")
-    if there == "file":
-        target.rename(path)
-    else:
-        path.symlink_to(target)
-    with pytest.raises(ChunkIOError) as caught:
-        transport.write_part(str(path), transport.new_slot(0), 8192)
-    assert caught.value.errno == errno.EEXIST
-    if there == "dangling link":
-        assert not target.exists()
-    else:
-        assert path.read_bytes() == b"mine"
-
-
 def test_what_was_opened_is_read_whatever_comes_under_its_name(world, tmp_path):
     transport = world.transport.inner
     slot = transport.new_slot(0)
@@ -143,21 +121,6 @@ def test_fsync_is_made_when_it_is_asked_for(make_world, monkeypatch):
 # --- counts and errors ------------------------------------------------------------------------
 
 
-def test_one_call_moves_a_whole_chunk_and_its_offsets_are_those_of_the_slot(world, gds):
-    calls = []
-
-    def note(file, buffer, nbytes, file_offset, buffer_offset):
-        calls.append((nbytes, file_offset, buffer_offset))
-        return type(file).raw_write(file, buffer, nbytes, file_offset, buffer_offset)
-
-    gds.lab.write = note
-    world.put(1, world.content())
-    slot = gds.new_slot(0)
-    assert calls == [(world.file_layout.file_nbytes, 0, slot.buffer.offset)]
-    assert slot.array.ctypes.data % 4096 == 0
-    assert slot.buffer.offset > 0
-
-
 def test_a_short_write_is_no_space_and_leaves_nothing(world, gds):
     gds.lab.write = lambda file, buffer, nbytes, *at: nbytes - 4096
     assert world.put(1, world.content()) is Status.NO_SPACE
@@ -170,32 +133,6 @@ def test_a_short_read_of_a_whole_file_is_an_error_of_the_disk_and_the_file_stays
     gds.lab.read = lambda file, buffer, nbytes, *at: nbytes - 4096
     assert world.get(1) == (Status.IO_ERROR, None)
     gds.lab.read = None
-    assert world.get(1) == (Status.OK, world.content())
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_corrupt_and_discarded(world, gds):
-    world.put(1, world.content())
-    path = world.path(1)
-
-    def shrink(file, buffer, nbytes, *at):
-        os.truncate(path, 8192)
-        return type(file).raw_read(file, buffer, nbytes, *at)
-
-    gds.lab.read = shrink
-    assert world.get(1) == (Status.CORRUPT, None)
-    assert world.chunk_files() == []
-
-
-@pytest.mark.parametrize("step", ["write", "open"])
-def test_a_write_that_kvikio_refuses_leaves_no_part_and_no_file(world, gds, monkeypatch, step):
-    def refuse(*args):
-        raise RuntimeError("cuFile error:GPUDirect Storage not supported on current file")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gds.lab, *(("write", refuse) if step == "write" else ("CuFile", refuse)))
-        assert world.put(1, world.content()) is Status.IO_ERROR
-    assert world.parts() == world.chunk_files() == []
-    assert world.put(1, world.content()) is Status.OK
     assert world.get(1) == (Status.OK, world.content())
 
 

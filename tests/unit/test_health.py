@@ -10,11 +10,12 @@ import threading
 import time
 
 import pytest
-from world import returns_in_time, wait_for
+import toy_engine
+from world import wait_for
 
 from fskv.observe import health_file
 from fskv.observe.health_file import HealthFile
-from fskv.offload.mover import News
+from fskv.offload.watch import Watch
 
 
 class Case:
@@ -142,85 +143,33 @@ def test_no_link_is_followed_and_the_file_is_not_written_through_one(make, tmp_p
     assert victim.read_text() == "precious"
 
 
-class Engine:
-    """A manager of a real adapter whose steps are counted, with a health file that hangs."""
+@pytest.mark.parametrize("on_its_own", [True, False], ids=["", "negative_control"])
+def test_a_health_file_that_hangs_keeps_no_step_and_no_shutdown(tmp_path, monkeypatch, on_its_own):
+    """In the control it is written on the engine's own thread."""
+    hangs, go, before = threading.Event(), threading.Event(), threading.enumerate()
 
-    def __init__(self, path, monkeypatch):
-        from fskv.config import StoreConfig
-        from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+    def hang(*_):
+        hangs.set()
+        go.wait(60)  # as a system call on a dead mount: nothing ends it
 
-        self.go, self.hangs = threading.Event(), threading.Event()
-
-        def hang(*_):
-            self.hangs.set()
-            self.go.wait()  # as a system call on a dead mount: nothing ends it
-
-        monkeypatch.setattr(health_file, "replace_file", hang)
-        monkeypatch.setattr(health_file, "_END_S", 0.2)
-        self.manager = FskvManager(
-            StoreConfig.from_mapping(
-                {"root": "/nowhere", "maintenance": "off", "health_file": str(path)}
-            ),
-            2,
-        )
-        self.manager.set_workers(
-            [FskvHandshake(0, 1, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})]
-        )
-
-    def steps(self, count=50):
-        from fskv.types import ChunkId, Status
-
-        for number in range(count):
-            chunk = ChunkId(bytes([number]) * 32, 0)
-            self.manager.on_news(News(failed_loads={chunk: Status.CORRUPT}))
-            self.manager.on_schedule_end(None)
-            assert self.manager.get_stats() is not None
-        return count
-
-
-def _engine(tmp_path, monkeypatch):
-    pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
-    return Engine(tmp_path / "health.json", monkeypatch)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.engine
-def test_a_health_file_that_hangs_keeps_no_step_and_no_shutdown(tmp_path, monkeypatch):
-    before = threading.enumerate()
-    engine = _engine(tmp_path, monkeypatch)
-    assert engine.hangs.wait(30)
+    monkeypatch.setattr(health_file, "replace_file", hang)
+    monkeypatch.setattr(health_file, "_END_S", 0.2)
+    if not on_its_own:
+        for call in ("start", "close"):
+            monkeypatch.setattr(HealthFile, call, lambda self: None)
+        monkeypatch.setattr(Watch, "note", lambda self, _: self._health._turn(ended=False))
+    (tmp_path / "kv").mkdir()
+    options = {"maintenance": "off", "health_file": str(tmp_path / "health.json")}
+    engine = toy_engine.Engine(str(tmp_path / "kv"), **options)
+    prompt = range(toy_engine.TOKENS_PER_CHUNK)
+    runs = threading.Thread(target=lambda: (engine.run(prompt), engine.close()), daemon=True)
+    runs.start()
     try:
-        assert returns_in_time(engine.steps) == 50
-        returns_in_time(engine.manager.shutdown)
-        new = set(threading.enumerate()) - set(before)
-        alive = [t for t in new if t.name == "fskv-health"]
-        assert [t.daemon for t in alive] == [True], "one thread, which keeps no process alive"
+        assert hangs.wait(30)
+        runs.join(20 if on_its_own else 0.5)
+        assert runs.is_alive() is not on_its_own
+        left = [t for t in {*threading.enumerate()} - {*before} if t.name == "fskv-health"]
+        assert [t.daemon for t in left] == [True] * on_its_own, "it keeps no process alive"
     finally:
-        engine.go.set()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.engine
-def test_negative_control_written_on_the_engine_s_thread_it_would_hang_the_engine(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(HealthFile, "start", lambda self: None)
-    monkeypatch.setattr(HealthFile, "close", lambda self: None)
-    engine = _engine(tmp_path, monkeypatch)
-    watch = engine.manager._watch
-    plain = watch.read
-
-    def inline():
-        watch._health._turn(ended=False)
-        return plain()
-
-    watch.read = inline
-    thread = threading.Thread(target=engine.steps, daemon=True)
-    thread.start()
-    try:
-        assert engine.hangs.wait(30)
-        thread.join(0.5)
-        assert thread.is_alive(), "this is what the thread of its own is for"
-    finally:
-        engine.go.set()
-        thread.join(30)
+        go.set()
+        runs.join(30)

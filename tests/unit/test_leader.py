@@ -42,8 +42,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def root(tmp_path):
-    make_namespace(tmp_path)
+def root(namespace, tmp_path):
     return str(tmp_path)
 
 
@@ -315,18 +314,6 @@ def test_a_heartbeat_of_who_is_gone_is_added_and_goes_with_its_limits(root, monk
     assert usage.nbytes == 4096
     assert usage.max_nbytes == (9 if who == "heard" else None)
     assert bool(files.heartbeats()) is (who == "heard")
-
-
-def test_a_heartbeat_that_is_missed_at_a_look_counts_once(root):
-    one, files, _ = leads(root)
-    look(one, files)
-    for number, written in ((1, 4096), (2, None), (3, 8192)):
-        if written is None:
-            files.withdraw(OTHER_NODE)
-        else:
-            files.publish(beat(OTHER_NODE, beat=number, written=written))
-        look(one, files)
-    assert one._count.nbytes[NAME][0] == 8192
 
 
 @pytest.mark.parametrize("leads", [True, False], ids=["leader", "another leads"])

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from world import Clock, wait_for
+from world import wait_for
 
 from fskv.bounds.lease import LEASE_FILE, Lease
 
@@ -63,11 +63,6 @@ def test_a_stopped_holder_is_replaced_after_its_ttl_and_knows_it_when_it_goes_on
     wait_for(second_holds)  # the first one is asked nothing meanwhile
     assert not first_holds()
     assert second_holds()
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def other(directory, clock, **options):

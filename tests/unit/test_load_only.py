@@ -162,33 +162,6 @@ def test_a_bad_file_costs_a_recompute_and_stays(engine, root, seen_at, how):
     assert engine(seen_at, store=False).run(PROMPT) == kv
 
 
-def test_what_is_handed_to_its_mover_all_the_same_is_not_stored(engine, root):
-    engine(model="another")
-    reader = engine(store=False)
-    before = read_only.look(root)
-    moves = [
-        m for i, c in enumerate(chunks_of(PROMPT)) for m in reader.kv.moves(c, [2 * i, 2 * i + 1])
-    ]
-    reader.kv.mover.store(7, moves)
-    ended = []
-    wait_for(lambda: ended.extend(reader.kv.mover.poll()) or ended)
-    assert reader.kv.mover.take_news().not_stored == set(chunks_of(PROMPT))
-    assert read_only.look(root) == before
-
-
-@pytest.mark.parametrize("what", ["missing", "a file", "foreign"])
-def test_what_is_no_root_is_refused(engine, tmp_path, what):
-    path = tmp_path / "other"
-    if what == "a file":
-        path.write_text("")
-    elif what == "foreign":
-        path.mkdir()
-        (path / "thesis.tex").write_text("")
-    said = {"missing": "does not exist", "a file": "not a directory", "foreign": "not an fskv root"}
-    with pytest.raises(RootError, match=said[what]):
-        engine(str(path), store=False)
-
-
 @pytest.mark.parametrize("direct_io", ["auto", "on", "off"])
 def test_o_direct_is_tried_out_by_reading(tmp_path, direct_io, monkeypatch):
     probe_file = tmp_path / "fskv.json"

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_jobs import DEADLINE, POISON, Bench
+from test_jobs import POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import _native, namespace
@@ -232,25 +232,6 @@ def shard(tmp_path):
     return path
 
 
-def test_a_shards_chunk_files_are_records_of_their_names_ages_and_bytes(shard):
-    expected = []
-    for rank, group, nbytes in [
-        (None, 0, 0),
-        (0, 0, 5000),
-        (1, 0, 4096),
-        (999999, 999999, 100_000),
-    ]:
-        part = "" if rank is None else f".r{rank}"
-        path = shard / f"{DIGITS}.g{group}{part}.kv"
-        path.write_bytes(os.urandom(nbytes))
-        os.utime(path, ns=(1, 1_700_000_000_123_456_789 + group))
-        info = os.stat(path)
-        on_disk = info.st_blocks * 512 or nbytes
-        record_rank = 0 if rank is None else rank + 1
-        expected.append((bytes.fromhex(DIGITS), group, record_rank, info.st_mtime_ns, on_disk))
-    assert list_shard(shard) == (sorted(expected), [])
-
-
 def test_many_chunks_and_others_are_all_listed_once(shard):
     source = random.Random(2)
     digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
@@ -262,53 +243,6 @@ def test_many_chunks_and_others_are_all_listed_once(shard):
     records, others = list_shard(shard)
     assert [record[0] for record in records] == sorted(digests)
     assert others == sorted(b"f" + name.encode() for name in names)
-
-
-FOREIGN = [
-    DIGITS,
-    f"{DIGITS}.kv",
-    f"{DIGITS}.g.kv",
-    f"{DIGITS}.g1",
-    f"{DIGITS}.g1.kv.part",
-    f"{DIGITS}.g1.kvx",
-    f"{DIGITS}.g01.kv",
-    f"{DIGITS}.g1234567.kv",
-    f"{DIGITS}.g-1.kv",
-    f"{DIGITS}.g1.r.kv",
-    f"{DIGITS}.g1.r00.kv",
-    f"{DIGITS}.g1.r1234567.kv",
-    f"{DIGITS}.r1.g1.kv",
-    f"{DIGITS}.g1.r1.r1.kv",
-    f"{DIGITS}0.g1.kv",
-    f"{DIGITS[:-1]}.g1.kv",
-    f"{DIGITS.upper()}.g1.kv",
-    f"{DIGITS[:-1]}x.g1.kv",
-    f"6{DIGITS[1:]}.g1.kv",  # of another shard
-    ".nfs000000000001",
-    "g",
-]
-
-
-def test_what_is_no_chunk_file_is_named_with_its_kind_and_never_a_record(shard):
-    for name in FOREIGN:
-        (shard / name).touch()
-    (shard / f"{DIGITS}.g2.kv").mkdir()
-    (shard / f"{DIGITS}.g3.kv").symlink_to(shard / "g")
-    (shard / f"{DIGITS}.g4.kv").symlink_to("nowhere")
-    os.mkfifo(shard / f"{DIGITS}.g5.kv")
-    odd = os.fsencode(shard) + b"/\xff\n name"
-    os.close(os.open(odd, os.O_CREAT | os.O_WRONLY))
-    expected = [b"f" + name.encode() for name in FOREIGN] + [
-        b"d" + f"{DIGITS}.g2.kv".encode(),
-        b"l" + f"{DIGITS}.g3.kv".encode(),
-        b"l" + f"{DIGITS}.g4.kv".encode(),
-        b"?" + f"{DIGITS}.g5.kv".encode(),
-        b"f\xff\n name",
-    ]
-    assert list_shard(shard) == ([], sorted(expected))
-    # The control: a name as it should be.
-    (shard / f"{DIGITS}.g1.kv").touch()
-    assert len(list_shard(shard)[0]) == 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -327,14 +261,6 @@ def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
         assert [record[:3] for record in records] == [
             (bytes.fromhex(parsed.name), parsed.group_idx, rank)
         ]
-
-
-def test_a_directory_that_is_no_shard_has_no_chunk_files(tmp_path):
-    for name in ("5d", "5dbe", "5DB", "chunks"):
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / f"{DIGITS}.g1.kv").touch()
-        assert list_shard(directory) == ([], [f"f{DIGITS}.g1.kv".encode()])
 
 
 def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):
@@ -374,26 +300,6 @@ def test_a_file_written_here_is_the_one_that_python_writes(make_world):
             data[24:32] = bytes(8)  # the header's checksum covers the time
         assert native_bytes == python_bytes
     assert ours.parts() == []
-
-
-@pytest.mark.parametrize("direct_io", ["auto", "off"])
-@pytest.mark.parametrize("written_in", ["native", "python"])
-def test_each_reads_what_the_other_wrote(make_world, direct_io, written_in):
-    world = make_world(native=True, direct_io=direct_io)
-    chunks = Chunks(world)
-    content = world.fill(range(4), seed=1)
-    if written_in == "native":
-        assert chunks.store(1, range(4)) == STORED
-    else:
-        assert make_world(direct_io=direct_io).put(1, content) is Status.OK
-    assert make_world(direct_io=direct_io).get(1) == (Status.OK, content)
-    size = world.file_layout.block_nbytes
-    for first, num_blocks in [(0, 4), (0, 1), (1, 2), (3, 1), (2, 2)]:
-        ids = range(10, 10 + num_blocks)
-        assert chunks.load(1, ids, first) == [NativeEvent.LOADED]
-        assert world.pages(ids) == content[first * size : (first + num_blocks) * size]
-        untouched = world.pages([9, 10 + num_blocks])
-        assert untouched == bytes([POISON % 256]) * len(untouched)
 
 
 @pytest.fixture(scope="module")
@@ -746,28 +652,6 @@ def test_jobs_run_outside_the_interpreter_and_say_what_python_would(make_native_
     bench.wait_until_idle()
 
 
-def test_a_bad_chunk_is_judged_by_python_discarded_and_healed(make_native_bench):
-    bench = make_native_bench()
-    job, contents = bench.store([1, 2, 3])
-    bench.finish(job)
-    wait_for(lambda: bench.statuses(loads=False) == {Status.OK: 3})
-    damage(bench.world.path(2), bench.world.base + 70_000)
-    os.unlink(bench.world.path(3))
-    load = bench.load([1, 2, 3], place=5)
-    assert bench.finish(load)[0].failed
-    assert bench.statuses(loads=True) == {Status.OK: 1, Status.CORRUPT: 1, Status.MISSING: 1}
-    assert bench.poisoned(6)
-    assert bench.poisoned(7)
-    assert not os.path.exists(bench.world.path(2))
-    job, contents = bench.store([1, 2, 3])
-    bench.finish(job)  # its pages are free; the files come after it
-    bench.wait_until_idle()
-    load = bench.load([1, 2, 3], place=5)
-    assert not bench.finish(load)[0].failed
-    assert bench.world.pages(bench.blocks(6)) == contents[2]
-    bench.wait_until_idle()
-
-
 def test_directories_that_vanish_are_made_again(make_native_bench):
     bench = make_native_bench()
     for where in ("tmp", "chunks", ""):
@@ -777,56 +661,6 @@ def test_directories_that_vanish_are_made_again(make_native_bench):
         bench.wait_until_idle()
         load = bench.load([1, 2], place=5)
         assert not bench.finish(load)[0].failed
-
-
-def test_wait_frees_the_pages_and_what_was_gathered_ahead_is_written(make_native_bench):
-    bench = make_native_bench(num_threads=1, num_slots=20)
-    jobs = [bench.store([10 * n, 10 * n + 1], place=2 * n) for n in range(1, 5)]
-    returns_in_time(lambda: bench.runner.wait([job for job, _ in jobs]) or 1)
-    for n in range(1, 5):
-        for place in (2 * n, 2 * n + 1):
-            bench.poison(bench.blocks(place))
-    bench.finish(*(job for job, _ in jobs))
-    bench.wait_until_idle()
-    statuses = bench.statuses(loads=False)
-    assert statuses[Status.OK] == 8  # 20 slots were enough for all
-    for n, (_, contents) in enumerate(jobs, 1):
-        load = bench.load([10 * n, 10 * n + 1], place=12)
-        assert not bench.finish(load)[0].failed
-        assert bench.world.pages(bench.blocks(12)) == contents[10 * n]
-
-
-def test_a_hung_file_system_fails_the_load_at_its_deadline_and_never_touches_the_pages(
-    make_native_bench, monkeypatch
-):
-    """A fifo opened for reading would hang; ours is refused. So the hang is Python's own part of the way."""
-    bench = make_native_bench(num_threads=2, num_slots=8)
-    begun, held = threading.Event(), threading.Event()
-
-    def hang(*arguments):
-        begun.set()
-        return Status.OK if held.wait(60) else Status.IO_ERROR
-
-    monkeypatch.setattr(bench.world.store, "get", hang)
-    job = bench.load([1])  # absent: left to Python
-    assert begun.wait(60)
-    bench.clock.now = time.monotonic() + DEADLINE.max_s
-    assert bench.poll()[job].failed
-    assert bench.runner.num_threads_hung == 1
-    held.set()
-    bench.wait_until_idle()
-    assert bench.poisoned(0)
-
-
-def test_closing_drops_what_is_queued_and_frees_the_threads(make_native_bench):
-    bench = make_native_bench(num_threads=2, num_slots=8)
-    job, _ = bench.store([1, 2, 3])
-    bench.finish(job)
-    bench.wait_until_idle()
-    bench.runner._pool.close()
-    wait_for(lambda: bench.runner._pool._num_alive == 0)
-    bench.store([4])  # dropped, and nothing raises
-    assert bench.runner._slots.num_used == 0
 
 
 def test_transfers_that_make_no_sense_are_refused():

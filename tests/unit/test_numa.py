@@ -37,23 +37,19 @@ def test_the_cpus_of_the_devices_node_that_this_process_may_use(sys_tree, allowe
 
 
 @pytest.mark.parametrize(
-    "tree",
+    ("tree", "bus_id"),
     [
-        {"nodes": "0", "node": "0"},  # nothing to choose
-        {"node": "-1"},  # the firmware does not say
-        {"cpus": "4-7"},  # none of them is ours
-        {"cpus": ""},  # a node of memory only
-        {"cpus": "nonsense"},
-        {"address": "0000:c2:00.0"},
+        *(({}, bus_id) for bus_id in ("", "c1", "../../etc", "0000:c1:00.0/../x")),
+        ({"nodes": "0", "node": "0"}, "0000:c1:00.0"),  # nothing to choose
+        ({"node": "-1"}, "0000:c1:00.0"),  # the firmware does not say
+        ({"cpus": "4-7"}, "0000:c1:00.0"),  # none of them is ours
+        ({"cpus": ""}, "0000:c1:00.0"),  # a node of memory only
+        ({"cpus": "nonsense"}, "0000:c1:00.0"),
+        ({"address": "0000:c2:00.0"}, "0000:c1:00.0"),
     ],
 )
-def test_unknown_is_none(sys_tree, allowed, tree):
-    assert numa.cpus_near("0000:c1:00.0", sys_tree(**tree)) is None
-
-
-@pytest.mark.parametrize("bus_id", ["", "c1", "../../etc", "0000:c1:00.0/../x"])
-def test_what_is_no_address_is_none(sys_tree, allowed, bus_id):
-    assert numa.cpus_near(bus_id, sys_tree()) is None
+def test_unknown_is_none(sys_tree, allowed, tree, bus_id):
+    assert numa.cpus_near(bus_id, sys_tree(**tree)) is None
 
 
 def test_a_machine_without_such_files_is_none(tmp_path):

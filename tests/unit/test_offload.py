@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -65,25 +64,6 @@ def test_a_toy_engine_loads_what_another_one_stored(engine, tmp_path):
     assert (second.num_stored, second.num_loaded) == (1, 8)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_at_a_stop_it_says_what_was_written_and_what_was_given_up(
-    engine, tmp_path, caplog, monkeypatch, fails
-):
-    caplog.set_level("INFO")
-    if fails:
-        monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
-        monkeypatch.setattr(ChunkStore, "put", lambda *_, **__: Status.NO_SPACE)
-    one = engine()
-    one.run(PROMPT)
-    one.close()
-    written = files(tmp_path)
-    size = f"{sum(path.stat().st_size for path in written) / 2**20:.1f} MiB"
-    assert len(written) == (0 if fails else 4)
-    assert [r.getMessage() for r in caplog.records if ": stopped;" in r.getMessage()] == [
-        f"fskv: rank 0: stopped; {len(written)} files written ({size}), {4 - len(written)} given up"
-    ]
-
-
 def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_path):
     """Two chunk files are enough for `auto`; a number that somebody gave is kept, or refused."""
     kv = engine().run(PROMPT)
@@ -99,25 +79,6 @@ def test_another_model_loads_nothing_of_it(engine):
     first, other = engine(), engine(model="other")
     assert first.run(PROMPT) != other.run(PROMPT)
     assert other.num_loaded == 0
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "swap"])
-def test_a_damaged_file_is_computed_and_stored_again(engine, tmp_path, how):
-    kv = engine().run(PROMPT)
-    paths = files(tmp_path)
-    if how == "swap":
-        os.rename(paths[0], tmp_path / "aside")
-        os.rename(paths[1], paths[0])
-        os.rename(tmp_path / "aside", paths[1])
-    elif how == "flip":
-        damage(paths[1], 4096 + 17)
-    else:
-        os.truncate(paths[1], 5000 if how == "cut" else 0)
-    other = engine()
-    assert other.run(PROMPT) == kv
-    assert other.num_loaded < 4
-    assert engine().run(PROMPT) == kv
-    assert len(files(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -142,15 +103,6 @@ def test_a_bound_holds(engine, tmp_path, bound, holds):
     for number in range(12):
         small.run([number, *PROMPT[1:]])
     assert (sum(path.stat().st_size for path in files(tmp_path)) <= 64 << 10) is holds
-
-
-@pytest.mark.parametrize(("bound", "said"), [("16 KiB", True), ("1 GiB", False)])
-def test_a_bound_of_less_than_four_steps_is_told_of_at_the_start(engine, caplog, bound, said):
-    engine(max_bytes=bound)
-    lines = [r.getMessage() for r in caplog.records if "event=bound_small" in r.getMessage()]
-    assert [" bound=max_bytes limit_bytes=16384 step_bytes=" in line for line in lines] == [
-        True
-    ] * said
 
 
 PRUNED = (b"sixteen bytes so", 7)
@@ -244,14 +196,10 @@ def test_a_stopped_lookup_finds_and_begins_nothing(engine):
     assert toy.kv.lookup.begin_store([new]) == []
 
 
-def test_memory_that_does_not_fit_the_identity_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="KV memory of group 0: found 0 tensors, expected 1"):
-        open_store({"root": str(tmp_path)}, identity("toy"), {})
-
-
 # --- what an engine may do wrong ------------------------------------------------------------
 
 CHUNK = ChunkId(b"c" * 32, 0)
+FLAT = memoryview(bytearray(1024))
 
 
 def settled(kv, seconds=10.0):
@@ -264,22 +212,19 @@ def settled(kv, seconds=10.0):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first"), [([4, 5, 6], 0), ([4, 5], 1), ([], 0), ([4], 2), ([4], -1)]
+    ("group", "blocks", "first", "words"),
+    [
+        *((0, blocks, 0, "of a chunk of 2") for blocks in ([4, 5, 6], [])),
+        *((0, [4, 5][:n], first, "of a chunk of 2") for n, first in ((2, 1), (1, 2), (1, -1))),
+        *((0, blocks, 0, "of group 0, whose memory has 64") for blocks in ([0, 64], [-1, 0])),
+        (7, [0, 1], 0, "group 7 is not in the identity"),
+    ],
 )
-def test_blocks_that_are_not_in_the_chunk_are_an_error_and_no_good_load(engine, blocks, first):
-    with pytest.raises(ValueError, match="of a chunk of 2"):
-        engine().kv.moves(CHUNK, blocks, first)
-
-
-@pytest.mark.parametrize("blocks", [[0, 64], [-1, 0]])
-def test_blocks_that_are_not_in_the_memory_are_an_error(engine, blocks):
-    with pytest.raises(ValueError, match="of group 0, whose memory has 64"):
-        engine().kv.moves(CHUNK, blocks)
-
-
-def test_a_group_that_the_identity_has_not_is_an_error(engine):
-    with pytest.raises(ValueError, match="group 7 is not in the identity"):
-        engine().kv.moves(ChunkId(b"c" * 32, 7), [0, 1])
+def test_blocks_that_are_not_there_are_an_error_and_no_good_load(
+    engine, group, blocks, first, words
+):
+    with pytest.raises(ValueError, match=words):
+        engine().kv.moves(ChunkId(b"c" * 32, group), blocks, first)
 
 
 @pytest.mark.parametrize(
@@ -291,17 +236,14 @@ def test_a_group_that_the_identity_has_not_is_an_error(engine):
         (memoryview(bytearray(1024)).cast("B", (2, 512)), "rows of its own"),
         (memoryview(bytearray(100)), "found 100 bytes, expected blocks of 512"),
         (memoryview(bytearray(1000)), "found 1000 bytes, expected blocks of 512"),
+        ({}, "KV memory of group 0: found 0 tensors, expected 1"),
+        ({0: [FLAT], 3: [FLAT]}, "KV memory of group 3: expected groups of the identity"),
     ],
 )
 def test_memory_that_would_be_read_wrong_is_refused(tmp_path, memory, words):
+    memory = memory if isinstance(memory, dict) else {0: [memory]}
     with pytest.raises(ConfigError, match=words):
-        open_store({"root": str(tmp_path)}, identity("toy"), {0: [memory]})
-
-
-def test_memory_of_a_group_that_the_identity_has_not_is_refused(tmp_path):
-    flat = memoryview(bytearray(1024))
-    with pytest.raises(ConfigError, match="KV memory of group 3: expected groups of the identity"):
-        open_store({"root": str(tmp_path)}, identity("toy"), {0: [flat], 3: [flat]})
+        open_store({"root": str(tmp_path)}, identity("toy"), memory)
 
 
 def test_two_jobs_of_one_id_are_an_error(engine):
@@ -384,13 +326,6 @@ def test_what_only_vllms_adapter_does_is_refused(engine, option):
         engine(**option)
 
 
-def test_the_health_file_of_a_store_is_written(engine, tmp_path):
-    path = tmp_path / "health.json"
-    toy = engine(health_file=str(path))
-    toy.run(PROMPT)
-    wait_for(lambda: path.exists() and json.loads(path.read_text())["conditions"] == [])
-
-
 @pytest.mark.parametrize(("number", "name"), [(0, "health0"), (2, "health2"), (None, None)])
 def test_stores_of_one_engine_have_health_files_of_their_own(tmp_path, number, name):
     config = StoreConfig(
@@ -451,14 +386,6 @@ def test_the_health_file_says_that_no_store_finds_room(
 
 
 # --- the toy and the document ---------------------------------------------------------------
-
-
-def test_the_toy_engine_is_small_and_knows_only_the_core():
-    source = (REPOSITORY / "tests" / "lab" / "toy_engine.py").read_text()
-    assert len(source.splitlines()) <= 150
-    assert set(re.findall(r"^from (fskv[\w.]*) import", source, re.MULTILINE)) == {
-        *("fskv.namespace", "fskv.offload", "fskv.types")
-    }
 
 
 def test_the_example_of_the_document_runs(tmp_path):

@@ -17,11 +17,6 @@ from fskv.index.snapshot import Catalogue
 NS = 1_000_000_000
 
 
-@pytest.fixture
-def namespace(tmp_path):
-    return make_namespace(tmp_path)
-
-
 def catalogue_of(namespace):
     catalogue = Catalogue(namespace)
     run(catalogue.refresh(0))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +17,7 @@ from cuda_torch import device_world, on_simulation
 from test_jobs import Bench, calm
 from world import returns_in_time, wait_for
 
-from faults.transport import RandomScript, Script
+from faults.transport import Script
 from fskv.data_path import runner as runner_module
 from fskv.data_path.job import FileTask, State
 from fskv.transports import host
@@ -248,22 +247,6 @@ def test_a_file_that_hangs_says_nothing_against_those_that_were_read(
     assert all(bench.poisoned(20 + n) for n in range(12))
 
 
-def test_stores_go_on_while_loads_wait_for_a_later_step(make_device):
-    bench = make_device(num_threads=6, num_slots=60)
-    stored(bench, list(range(12)))
-    step, later = Event(), Event()
-    store, _ = bench.submit([50, 51], step, load=False, place=40)
-    load, _ = bench.submit(list(range(12)), later, load=True, place=20)
-    wait_for(lambda: bench.num_read_ahead == 12)
-    step.fire()
-    assert not bench.finish(store)[0].failed
-    assert not later.query()
-    later.fire()
-    assert not bench.finish(load)[0].failed
-    bench.wait_until_idle()
-    assert bench.statuses(loads=False)[Status.OK] == 12 + 2
-
-
 def test_the_deadline_goes_on_after_the_forward(make_scripted):
     """What was read before it counts; what is late afterwards is."""
     bench = make_scripted(Script(scatter="H*"), num_threads=2, num_slots=40)
@@ -305,23 +288,6 @@ def test_what_was_read_ahead_and_is_given_up_touches_no_page(make_device, how):
         assert not bench.finish(again)[0].failed
     bench.wait_until_idle()
     assert all(bench.poisoned(10 + i) for i in range(6))
-    assert bench.runner._slots._num_ahead == 0
-
-
-def test_a_load_that_is_given_up_when_it_has_a_thread_gives_its_slot_back(make_device):
-    """Its guard is closed before anybody can take it back."""
-    bench = make_device(num_threads=2, num_slots=40)
-    stored(bench, list(range(4)))
-    forward = Event()
-    load, _ = bench.submit(list(range(4)), forward, load=True, place=10)
-    wait_for(lambda: bench.num_read_ahead == 4)
-    bench.runner._jobs[load].guard.abandon()
-    forward.fire()
-    wait_for(lambda: bench.num_read_ahead == 0 and not bench.runner._pool.queue.running())
-    bench.runner.wait([load])
-    assert bench.finish(load)[0].failed
-    bench.wait_until_idle()
-    assert all(bench.poisoned(10 + i) for i in range(4))
     assert bench.runner._slots._num_ahead == 0
 
 
@@ -387,23 +353,6 @@ def test_beyond_the_spare_slots_files_are_read_after_the_forward(make_device):
     bench.wait_until_idle()
 
 
-def test_each_thread_of_the_runners_selects_the_device_first(make_device, monkeypatch):
-    entered = []
-    monkeypatch.setattr(
-        host.HostTransport,
-        "enter_thread",
-        lambda _: entered.append(threading.current_thread().name),
-    )
-    bench = make_device(num_threads=2, num_slots=40)
-    forward = Event()
-    job, _ = bench.submit([0, 1], forward, load=False)
-    threading.Timer(0.1, forward.fire).start()
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert {"fskv-io-1", "fskv-ready"} <= set(entered)
-    assert len(entered) == len(set(entered))
-
-
 def test_without_a_device_chunks_fail_at_once_and_with_one_again_they_go(
     make_device, monkeypatch, caplog
 ):
@@ -433,24 +382,6 @@ def test_without_a_device_chunks_fail_at_once_and_with_one_again_they_go(
     assert not bench.finish(bench.load([0, 1], place=10))[0].failed
     bench.wait_until_idle()
     assert all(bench.world.pages(bench.blocks(10 + i)) == contents[i] for i in range(2))
-
-
-def test_a_bad_file_is_found_while_the_forward_runs(make_device):
-    bench = make_device(num_threads=2, num_slots=40)
-    stored(bench, [0, 1])
-    with open(bench.world.path(1), "r+b") as file:
-        file.seek(bench.world.base + 70_000)
-        file.write(b"\xff\x00\xff")
-    forward = Event()
-    load, _ = bench.submit([0, 1, 2], forward, load=True, place=10)
-    wait_for(lambda: bench.statuses(loads=True) == {Status.CORRUPT: 1, Status.MISSING: 1})
-    assert load not in bench.results, "one of its files is good, and waits"
-    forward.fire()
-    (result,) = bench.finish(load)
-    assert {file.key_hash[-1] for file in result.bad} == {1, 2}
-    assert bench.poisoned(11)
-    assert bench.poisoned(12)
-    bench.wait_until_idle()
 
 
 @pytest.mark.parametrize("how", ["broken", "no thread"])
@@ -500,61 +431,3 @@ def test_pages_in_host_memory_are_gathered_after_their_event_too(
     wanted = bench.world.fill(bench.blocks(0), 1)
     assert (status is Status.OK and found == wanted) is protected
     bench.runner._pool.close()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_forwards_faults_and_preemptions(make_scripted, seed):
-    """What a job reports as good is right, what was given up is untouched, and in the end all is free."""
-    rng = random.Random(seed)
-    faults = {"read": {".": 20, "E": 1, "L": 2, "B": 1}, "write": {".": 20, "N": 1, "L": 2}}
-    bench = make_scripted(RandomScript(seed, faults), num_threads=3, num_slots=14, failures=10**6)
-    bench.clock.now = time.monotonic()
-    known, events, loads = {}, [], {}
-    for _ in range(60):
-        ready = rng.choice([None, Event(), Event()])
-        if ready is not None:
-            events.append(ready)
-        if rng.random() < 0.5 or not known:
-            number = rng.randrange(1000)
-            place = rng.randrange(20)
-            if any(place == at for at in known.values()):
-                continue
-            _, contents = bench.submit([number], ready, load=False, place=place, seed=seed)
-            known[number] = place
-            loads.setdefault("contents", {})[number] = contents[number]
-        else:
-            numbers = rng.sample(sorted(known), min(len(known), 3))
-            place = 21 + 3 * len(loads)
-            if place + 3 > 60:
-                break
-            job, _ = bench.submit(numbers, ready, load=True, place=place)
-            loads[job] = (numbers, place)
-        if rng.random() < 0.5 and events:
-            events.pop(rng.randrange(len(events))).fire()
-        if rng.random() < 0.1:
-            jobs = list(bench.runner._jobs)
-            for event in events:  # wait() is for kernels that end
-                event.fire()
-            returns_in_time(lambda jobs=jobs: bench.runner.wait(jobs) or 1)
-        bench.poll()
-    for event in events:
-        event.fire()
-    jobs = [job for job in loads if job != "contents"]
-    bench.finish(*jobs)
-    bench.wait_until_idle()
-    assert bench.runner._slots._num_ahead == 0
-    num_good = 0
-    for job in jobs:
-        numbers, place = loads[job]
-        bad = {int.from_bytes(file.key_hash, "big") for file in bench.results[job].bad}
-        for i, number in enumerate(numbers):
-            if number in bad:
-                continue
-            num_good += 1
-            assert bench.world.pages(bench.blocks(place + i)) == loads["contents"][number]
-    for number in known:
-        status, found = bench.world.get(number)
-        if status is Status.OK:
-            num_good += 1
-            assert found == loads["contents"][number]
-    assert num_good

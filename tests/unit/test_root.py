@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
@@ -17,23 +16,18 @@ import tempfile
 
 import pytest
 from places import REPOSITORY
+from world import make_identity
 
 import fskv.root.root
 from fskv import namespace
 from fskv.errors import ConfigError, IdentityMismatch, RootError
-from fskv.namespace import GroupIdentity, Identity, chunk_path, directory
-from fskv.root.neighbours import Neighbours, beside
-from fskv.root.root import Root, make_directory
-
-TEXTS = "engine engine_version kv_cache_dtype model_dtype kv_cache_layout attention_backend"
+from fskv.namespace import chunk_path, directory
+from fskv.root.neighbours import beside
+from fskv.root.root import Root
 
 
 def identity(**changes):
-    fields = dict.fromkeys([*TEXTS.split(), "hash_algorithm", "hash_seed", "weights"], "x")
-    fields.update(arch="sm_90", model_name="meta-llama/Llama-3-8B", topology={"tp": 1})
-    fields.update(tokens_per_hash=16, blocks_per_chunk=16, model_config={"rope_theta": 500000.0})
-    fields["groups"] = (GroupIdentity(0, "full", None, 16, (65536,), ("layers.0",)),)
-    return Identity(**{**fields, **changes})
+    return make_identity(**{"arch": "sm_90", "model_config": {"rope_theta": 500000.0}, **changes})
 
 
 @pytest.fixture
@@ -165,41 +159,27 @@ def test_a_format_file_that_is_no_file_is_refused(path):
         target.rmdir() if target.is_dir() else target.unlink()
 
 
-def test_modes_are_exact_whatever_the_umask(path):
-    old = os.umask(0o077)
+@pytest.mark.parametrize(
+    "modes", [{"dir_mode": 0o770, "file_mode": 0o660}, {}], ids=["group", "own"]
+)
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_modes_are_exact_whatever_the_umask(path, modes, umask):
+    """By default nobody else can look."""
+    old = os.umask(umask)
     try:
-        root = opened(path, dir_mode=0o770, file_mode=0o660)
-        ns = root.open_namespace(identity())
+        ns = opened(path, **modes).open_namespace(identity())
     finally:
         os.umask(old)
-    assert mode(path / "fskv.json") == 0o660
-    assert mode(f"{ns.path}/namespace.json") == 0o660
+    for made in (path / "fskv.json", f"{ns.path}/namespace.json"):
+        assert mode(made) == modes.get("file_mode", 0o600)
     for made in (ns.path, os.path.dirname(ns.path), f"{ns.path}/chunks", f"{ns.path}/tmp"):
-        assert mode(made) == 0o770
-
-
-def test_by_default_nobody_else_can_look(path):
-    old = os.umask(0)
-    try:
-        ns = opened(path).open_namespace(identity())
-    finally:
-        os.umask(old)
-    assert mode(ns.path) == mode(f"{ns.path}/chunks") == 0o700
-    assert mode(path / "fskv.json") == mode(f"{ns.path}/namespace.json") == 0o600
+        assert mode(made) == modes.get("dir_mode", 0o700)
 
 
 def test_the_setgid_bit_of_a_group_shared_root_is_inherited(path):
     path.chmod(0o2770)
     ns = opened(path, dir_mode=0o770).open_namespace(identity())
     assert mode(f"{ns.path}/chunks") == 0o2770
-
-
-def test_make_directory_says_who_made_it(path):
-    assert make_directory(f"{path}/a", 0o700)
-    assert not make_directory(f"{path}/a", 0o700)
-    (path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        make_directory(f"{path}/file", 0o700)
 
 
 # --- disks that say no ------------------------------------------------------------------
@@ -382,34 +362,6 @@ def test_a_manifest_of_a_later_fskv_is_a_mismatch_that_names_the_field(path):
         opened(path).open_namespace(identity())
 
 
-def test_reading_only_writes_nothing(path):
-    ns = opened(path).open_namespace(identity())
-    os.rmdir(f"{ns.path}/tmp")
-    before = [(d, os.stat(d).st_mtime_ns) for d, _, _ in os.walk(path)]
-    root = opened(path, create=False, writable=False)
-    root.open_namespace(identity())
-    absent = root.open_namespace(identity(tenant="blue"))
-    assert not os.path.exists(absent.path)
-    assert not absent.writable
-    assert [(d, os.stat(d).st_mtime_ns) for d, _, _ in os.walk(path)] == before
-
-
-def test_part_names_are_unique_and_say_who_writes(path, monkeypatch):
-    ns = opened(path).open_namespace(identity())
-    final = ns.chunk_path(b"key", 0, None)
-    names = [ns.part_path(final) for _ in range(1000)]
-    assert len(set(names)) == 1000
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        facts = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    token = hashlib.sha256(facts.encode()).hexdigest()[:8]
-    pattern = (
-        rf"{re.escape(os.path.dirname(final))}/[A-Za-z0-9._-]+-{os.getpid()}-{token}-[0-9]+\.part"
-    )
-    assert all(re.fullmatch(pattern, name) for name in names)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert "-1-" in ns.part_path(final)
-
-
 # --- many at once -----------------------------------------------------------------------
 
 
@@ -424,21 +376,18 @@ def open_both(path, barrier, results):
 
 def test_eight_processes_open_a_new_root_at_once_and_agree(path):
     context = multiprocessing.get_context("forkserver")
-    for i in range(3):
-        target = path / str(i)
-        target.mkdir()
-        barrier, results = context.Barrier(8), context.SimpleQueue()
-        args = (str(target), barrier, results)
-        workers = [context.Process(target=open_both, args=args) for _ in range(8)]
-        for worker in workers:
-            worker.start()
-        found = {results.get() for _ in workers}
-        for worker in workers:
-            worker.join(60)
-        assert [error for _, _, error in found if error] == []
-        assert len(found) == 1  # one path, one manifest inode
-        ns_path = f"{directory(identity())}/namespace.json"
-        assert tree(target) == sorted(["CACHEDIR.TAG", "fskv.json", ns_path])
+    barrier, results = context.Barrier(8), context.SimpleQueue()
+    args = (str(path), barrier, results)
+    workers = [context.Process(target=open_both, args=args) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    found = {results.get() for _ in workers}
+    for worker in workers:
+        worker.join(60)
+    assert [error for _, _, error in found if error] == []
+    assert len(found) == 1  # one path, one manifest inode
+    ns_path = f"{directory(identity())}/namespace.json"
+    assert tree(path) == sorted(["CACHEDIR.TAG", "fskv.json", ns_path])
 
 
 def test_the_loser_of_a_race_reads_what_the_winner_wrote(path, monkeypatch):
@@ -502,12 +451,6 @@ def test_a_namespace_that_nobody_is_beside_needs_no_word(path):
     space = opened(path).open_namespace(identity())
     (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
     assert beside(str(path), identity()) == ""
-
-
-def test_fields_that_are_many_are_named_in_part():
-    fields = [f"f{n}" for n in range(7)]
-    assert str(Neighbours(False, 1, fields)).endswith(": f0, f1, f2, f3, f4 and 2 more")
-    assert "differs" not in str(Neighbours(True, 0, fields)), "another model's"
 
 
 @pytest.mark.parametrize("times", [1, 2])

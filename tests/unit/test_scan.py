@@ -7,13 +7,12 @@ import random
 import re
 import shutil
 import socket
-import stat
 import threading
 import time
 import types
 
 import pytest
-from capacity_lab import age_directories, make_namespace, run, write_chunk
+from capacity_lab import age_directories, run, write_chunk
 
 from fskv.index import scan
 from fskv.index.scan import file_name, list_shard, walk
@@ -21,11 +20,6 @@ from fskv.index.snapshot import Catalogue
 from fskv.root.process_id import unique_name
 
 LATER_NS = 1 << 62
-
-
-@pytest.fixture
-def namespace(tmp_path):
-    return make_namespace(tmp_path)
 
 
 def found(shards):
@@ -117,29 +111,6 @@ def test_a_walk_finds_the_chunks_and_nothing_else_in_any_litter(namespace, seed,
         )
         assert sorted(p.path for p in ours.parts) == sorted(p.path for p in theirs.parts)
         assert ours.num_foreign == theirs.num_foreign
-
-
-def test_parts_are_files_with_names_that_fskv_makes_and_an_nfs_leftover_is_nothing(namespace):
-    write_chunk(namespace, "abc" + "0" * 29)
-    directory = f"{namespace}/chunks/abc"
-    os.mkdir(f"{directory}/node-1-00000000-1.part")
-    os.symlink("/etc/passwd", f"{directory}/node-1-00000000-2.part")
-    foreign = ("film.mp4.part", ".part", "a b-1-00000000-1.part", "node-1-00000000-1.part.x")
-    ours = ("node-1-00000000-3.part", "probe-0123456789abcdef.part")
-    for name in (*foreign, *ours, ".nfs123"):
-        open(f"{directory}/{name}", "w").close()
-    shard = list_shard(directory, 0xABC)
-    assert {part.path for part in shard.parts} == {f"{directory}/{name}" for name in ours}
-    assert shard.num_foreign == len(foreign) + 2
-
-
-def test_a_chunk_in_a_wrong_directory_is_foreign_and_not_counted(namespace):
-    path = write_chunk(namespace, "abc" + "0" * 29)
-    os.mkdir(f"{namespace}/chunks/abd")
-    os.rename(path, path.replace("/abc/", "/abd/"))
-    shards = walk_all(namespace)
-    assert found(shards) == []
-    assert [shard.foreign for shard in shards if shard.foreign] == [[os.path.basename(path)]]
 
 
 def test_a_file_in_the_place_of_a_directory_of_chunks_is_foreign_and_no_error(namespace):
@@ -313,16 +284,6 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
         run(catalogue.refresh(time.time_ns()))
 
 
-def test_a_sparse_file_counts_what_it_takes_on_disk(namespace):
-    path = write_chunk(namespace, 1)
-    with open(path, "r+b") as file:
-        file.truncate(1 << 30)
-    assert stat.S_ISREG(os.lstat(path).st_mode)
-    catalogue = Catalogue(namespace)
-    run(catalogue.refresh(LATER_NS))
-    assert catalogue.nbytes == os.lstat(path).st_blocks * 512 < 1 << 20
-
-
 LISTERS = pytest.mark.parametrize("lister", ["C", "Python"])
 NS = 1_000_000_000
 
@@ -405,24 +366,6 @@ def test_a_young_file_counts_with_its_length_while_its_blocks_are_not_counted(
     run(catalogue.refresh(time.time_ns()))
     on_disk = sum(os.stat(path).st_blocks * 512 for path in paths)
     assert (catalogue.nbytes == on_disk) == rule
-
-
-@LISTERS
-def test_a_file_that_stays_sparse_counts_by_its_blocks_once_it_is_old(
-    namespace, monkeypatch, lister
-):
-    if lister == "Python":
-        monkeypatch.setattr(scan, "_list_in_c", None)
-    paths = blocks_to_come(namespace)
-    catalogue = Catalogue(namespace)
-    now = time.time_ns()
-    run(catalogue.refresh(now))
-    assert catalogue.nbytes == 5 << 20
-    run(catalogue.refresh(now + 61 * NS))
-    assert catalogue.nbytes == sum(os.stat(path).st_blocks * 512 for path in paths) < 1 << 20
-    listed = count_listings(monkeypatch)
-    run(catalogue.refresh(now + 62 * NS))
-    assert listed == []
 
 
 @pytest.mark.parametrize("here", [True, False])

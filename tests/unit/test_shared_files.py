@@ -14,12 +14,10 @@ import pytest
 from fskv.bounds import shared_files
 from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.shared_files import SharedFiles, file_of, shortened
-from fskv.root.filesystem import Space
 from fskv.root.process_id import is_our_part, part_names
 from fskv.sizes import Share
 
 NS = "cpu/model@0123456789abcdef"
-SPACE = Space(1 << 40, 1 << 40, 0, 0)
 
 
 @pytest.fixture

@@ -23,11 +23,6 @@ from fskv.index.snapshot import Catalogue
 from fskv.root.root import SNAPSHOT_FILE
 
 
-@pytest.fixture
-def namespace(tmp_path):
-    return make_namespace(tmp_path)
-
-
 def known(namespace, count=30):
     for number in range(count):
         write_chunk(namespace, number, rank=number % 3)
@@ -61,30 +56,6 @@ def test_a_loaded_snapshot_is_what_was_saved(namespace):
     assert loaded.num_files == 30
     assert os.stat(f"{namespace}/{SNAPSHOT_FILE}").st_mode & 0o777 == 0o600
     assert os.listdir(f"{namespace}/tmp") == []
-
-
-def test_after_a_load_only_what_changed_is_listed(namespace, monkeypatch):
-    known(namespace).save()
-    added = write_chunk(namespace, 1000)
-    listed = []
-    real = scan.list_shard
-    monkeypatch.setattr(
-        scan, "list_shard", lambda path, *rest: listed.append(path) or real(path, *rest)
-    )
-    loaded = Catalogue.load(namespace)
-    run(loaded.refresh(time.time_ns()))
-    assert listed == [os.path.dirname(added)]
-    assert loaded.num_files == 31
-
-
-def test_parts_are_known_again_after_a_load(namespace):
-    path = write_chunk(namespace, 1)
-    part = f"{os.path.dirname(path)}/n-1-00000000-1.part"
-    open(part, "w").close()
-    known(namespace).save()
-    loaded = Catalogue.load(namespace)
-    run(loaded.refresh(time.time_ns()))
-    assert [p.path for parts in loaded.parts.values() for p in parts] == [part]
 
 
 def test_every_flipped_byte_is_noticed(namespace):
@@ -149,43 +120,6 @@ def test_what_is_no_snapshot_counts_as_none(namespace, tmp_path):
     os.rmdir(path)
     os.mkfifo(path)
     assert is_refused()
-
-
-def test_a_huge_foreign_file_is_not_read(namespace):
-    with open(f"{namespace}/{SNAPSHOT_FILE}", "wb") as file:
-        file.truncate(8 << 30)
-    tracemalloc.start()
-    try:
-        assert Catalogue.load(namespace).num_files == 0
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("count", ["of the file", "huge"])
-def test_a_sparse_file_that_begins_as_a_snapshot_costs_no_memory(namespace, count):
-    """Its control is the whole file, which is loaded."""
-    catalogue = known(namespace, 3)
-    catalogue.save()
-    good = pathlib.Path(catalogue.path).read_bytes()
-    heads = {
-        "of the file": good,
-        "huge": good[: good.index(b"\xa6counts") + 10] + b"\xff" * 16384,
-    }
-    for nbytes in (2 << 30, 6 << 30):
-        for head in (heads[count], b"\x86\xa8snapshot\x01"):
-            with open(catalogue.path, "wb") as file:
-                file.write(head)
-                file.truncate(nbytes)
-            tracemalloc.start()
-            try:
-                assert is_none(Catalogue.load(namespace))
-                assert tracemalloc.get_traced_memory()[1] < 2 << 20
-            finally:
-                tracemalloc.stop()
-    with open(catalogue.path, "wb") as file:
-        file.write(good)
-    assert Catalogue.load(namespace).num_files == 3
 
 
 def forged(namespace, changes=lambda records: None, count=3000):
@@ -268,33 +202,16 @@ def test_a_snapshot_of_holes_costs_no_memory(namespace, believed):
     assert (mebibytes > 140) is believed
 
 
-def test_a_load_needs_the_memory_of_the_records_once(namespace):
-    count = 200_000
-    catalogue = Catalogue(namespace)
-    records = np.zeros(count, RECORD)
-    records["group"] = np.arange(count)
-    records["name"] = [(idx // 2000 << 116).to_bytes(16, "big") for idx in range(count)]
-    for idx in range(100):
-        catalogue.take(Shard(idx, 1, records[idx * 2000 : (idx + 1) * 2000]))
-    catalogue.save()
-    tracemalloc.start()
-    try:
-        assert Catalogue.load(namespace).num_files == count
-        assert tracemalloc.get_traced_memory()[1] < 1.5 * 40 * count
-    finally:
-        tracemalloc.stop()
-
-
 def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
     """Hundreds of old, empty namespaces are common where models and versions come and go."""
-    count = 1000
+    count = 200
     namespaces = [make_namespace(tmp_path, f"cpu/m@{n:016x}") for n in range(count)]
     tracemalloc.start()
     try:
         catalogues = [Catalogue.load(namespace) for namespace in namespaces]
         assert tracemalloc.get_traced_memory()[0] < 4096 * count
         one = write_chunk(namespaces[7], 1)
-        for catalogue in catalogues[:100]:
+        for catalogue in catalogues[:50]:
             run(catalogue.refresh(time.time_ns()))
     finally:
         tracemalloc.stop()
@@ -305,20 +222,6 @@ def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
     run(catalogues[7].refresh(time.time_ns()))
     assert catalogues[7].num_files == catalogues[7].nbytes == 0
     assert catalogues[7].shards() == []
-
-
-def test_a_snapshot_that_cannot_be_written_leaves_no_part(namespace, monkeypatch):
-    catalogue = known(namespace, 3)
-    catalogue.save()
-
-    def fail(*_, **__):
-        raise OSError(28, "no space")
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="no space"):
-        catalogue.save()
-    assert os.listdir(f"{namespace}/tmp") == []
-    assert Catalogue.load(namespace).num_files == 3
 
 
 def test_a_file_costs_about_40_bytes_of_memory(namespace):

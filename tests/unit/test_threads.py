@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from world import Clock, returns_in_time, wait_for
+from world import returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.threads import (
@@ -141,17 +141,6 @@ def test_a_hung_thread_is_replaced_up_to_the_bound_and_ends_when_it_returns(make
     wait_for(lambda: len(threads_named("fskv-bound")) <= 2)
 
 
-def test_a_call_runs_although_another_hangs(make_pool, gate):
-    pool = make_pool(num_threads=1, max_hung=1)
-    hung = submit(pool, gate)
-    wait_for(lambda: gate.num_inside == 1)
-    ran = threading.Event()
-    submit(pool, ran.set)
-    assert not ran.wait(0.05)
-    pool.write_off(hung)
-    assert ran.wait(20)
-
-
 def test_a_call_that_raises_does_not_cost_its_thread(make_pool, caplog):
     pool = make_pool(num_threads=1, name="fskv-raise")
     for _ in range(5):
@@ -197,12 +186,6 @@ def test_close_drops_what_is_queued_ends_the_threads_and_waits_for_none(make_poo
     gate.opened.set()
     wait_for(lambda: not threads_named("fskv-close"))
     assert ran == []
-
-
-def test_threads_are_daemons_so_that_a_hung_one_does_not_keep_the_process(make_pool):
-    pool = make_pool(name="fskv-daemon")
-    run_one(pool)
-    assert all(t.daemon for t in threads_named("fskv-daemon"))
 
 
 def test_a_thread_that_cannot_be_started_does_not_raise_into_the_engine(make_pool, monkeypatch):
@@ -347,11 +330,6 @@ def test_a_call_with_a_deadline_returns_raises_or_is_given_up(gate):
 
 
 @pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
 def breaker(clock):
     return Breaker(failures=3, clock=clock)
 
@@ -404,16 +382,3 @@ def test_an_open_breaker_lets_one_operation_through_per_interval(breaker, clock)
     clock.advance(5.1)
     assert [breaker.open for _ in range(9)] == [True] * 9
     assert breaker.allows()  # looking at `open` has not used the probe up
-
-
-def test_only_one_of_many_threads_gets_the_probe(breaker, clock):
-    for _ in range(3):
-        breaker.record(Status.IO_ERROR)
-    clock.advance(6)
-    allowed = []
-    threads = [threading.Thread(target=lambda: allowed.append(breaker.allows())) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sum(allowed) == 1

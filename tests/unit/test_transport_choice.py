@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import importlib.util
 import os
 import re
@@ -14,7 +13,6 @@ import pytest
 import torch
 from cuda_sim import simulation
 
-from fskv import gds_io
 from fskv.gds_io import GdsTransport
 from fskv.transports import choice, evidence, kernels
 from fskv.transports.choice import open_transport
@@ -77,29 +75,6 @@ def test_the_counters_of_the_kernel_module_are_read():
 
 
 CUFILE = {"num_posix": 0, "num_cufile": 2}
-SEEN = {**CUFILE, "before": NvidiaFs(5, 5)}
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        (Facts(**SEEN, after=NvidiaFs(6, 7)), "direct GDS (nvidia-fs: +1 reads, +2 writes)"),
-        (Facts(**SEEN, after=NvidiaFs(5, 6)), "direct GDS (nvidia-fs: +0 reads, +1 writes)"),
-        (Facts(**SEEN, after=NvidiaFs(5, 5)), "unknown: nvidia-fs is loaded and counted none"),
-        (Facts(**SEEN, after=NvidiaFs(None, None)), "unknown: nvidia-fs counts no transfers"),
-        (Facts(**CUFILE), "unknown: nvidia-fs is not loaded"),
-        (Facts(num_posix=2, num_cufile=0), "cuFile compat (POSIX bounce"),
-        (
-            Facts(num_posix=2, num_cufile=0, before=NvidiaFs(1, 1), after=NvidiaFs(9, 9)),
-            "cuFile compat",
-        ),
-        (Facts(prefers_compat=True), "cuFile compat"),
-        (Facts(prefers_compat=False), "unknown: nvidia-fs is not loaded"),
-    ],
-)
-def test_the_facts_become_one_sentence(facts, words, monkeypatch):
-    monkeypatch.undo()
-    assert describe(facts).startswith(words)
 
 
 def test_nothing_is_called_direct_without_a_counter_that_moved(monkeypatch):
@@ -253,25 +228,6 @@ def test_where_gds_does_not_work_the_log_says_why_and_it_is_the_host_path(
         instead(tmp_path, caplog, words, tensors, device=device)
     # The control: unbroken, the same device is taken.
     assert isinstance(opened(tmp_path, tensors, device=gds_device(tensors)), GdsTransport)
-
-
-@pytest.mark.parametrize(
-    ("version", "taken"),
-    [
-        ("25.10.00", True),
-        ("25.12.00a31", True),
-        ("26.2", True),
-        ("25.08.00", False),
-        ("24.12.1", False),
-        ("", False),
-    ],
-)
-def test_a_kvikio_that_holds_the_interpreter_while_it_reads_is_refused(version, taken):
-    refused = (
-        contextlib.nullcontext() if taken else pytest.raises(ImportError, match=r"expected 25\.10")
-    )
-    with refused:
-        gds_io.refuse_old(version)
 
 
 @pytest.mark.parametrize(

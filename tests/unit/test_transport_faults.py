@@ -417,17 +417,6 @@ def _assert_fault_happened(lab, case):
         assert lab.faults.fired(rule) >= 1, f"never happened: {rule}"
 
 
-def test_a_file_that_vanishes_is_absent(lab, transport):
-    lab.begin(transport)
-    lab.store_well()
-    assert lab.idle() == []
-    os.unlink(lab.chunk_files()[0])
-    answer = lab.load()
-    assert Counter(answer["statuses"]) == {"absent": 1, "ok": 2}
-    assert_pages_are_right(answer)
-    lab.assert_works_by_itself()
-
-
 @pytest.mark.parametrize("nbytes", [0, 5, 4096, 100_000, 262_143])
 def test_a_file_that_is_cut_while_it_is_read_is_corrupt(lab, transport, nbytes):
     """The length was right when it was opened: what NFS and a second writer can do."""

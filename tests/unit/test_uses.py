@@ -11,7 +11,7 @@ import time
 
 import pytest
 from toy_engine import TOKENS_PER_CHUNK, Engine
-from world import wait_for
+from world import Clock, wait_for
 
 from fskv.native import _native
 from fskv.offload import mover
@@ -21,17 +21,11 @@ MS = 10**6
 PREFIX = [b"%d" % n for n in range(1000)]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def made():
     made = Uses[bytes](lambda: 600, lambda key: key in made.storing, Clock())
     made.storing, made.clock = set(), made._clock
+    made.clock.now = 0.0
     return made
 
 
