@@ -13,11 +13,11 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR, TTL_S
-from fskv.bounds.limits import Heartbeat, Usage, smallest
+from fskv.bounds.limits import Heartbeat, Limits, Scope, Usage, scopes, smallest
 from fskv.bounds.shared_files import SharedFiles
 from fskv.root.filesystem import Space, clamp_mtime
 from fskv.root.process_id import provably_dead, unique_name
@@ -80,6 +80,28 @@ def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> U
     usage = files.usage() or Usage()
     max_nbytes, kept, of_tenants = smallest(beats, usage.tenants.values(), space)
     return replace(usage, max_nbytes=max_nbytes, kept_free=kept, tenant_limits=of_tenants)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds that living engines and watchers have set on a root, and what is in use."""
+
+    scopes: list[Scope]
+    heartbeats: list[Heartbeat]
+    usage: Usage
+    space: Space
+
+    @property
+    def counted_at_ns(self) -> int | None:
+        return self.usage.at_ms * 1_000_000 or None
+
+
+def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
+    """Return the bounds that hold in a root, with `more` limits as of other watchers. Raises OSError."""
+    beats, space = living_heartbeats(root, now_ns), Space.of(root)
+    watchers = [Heartbeat("", None, None, limits) for limits in more]
+    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), [*beats, *watchers], space)
+    return Bounds(scopes(usage, space), beats, usage, space)
 
 
 def namespaces_in_use(root: str, now_ns: int) -> set[str]:

@@ -12,7 +12,7 @@ from fskv.bounds.evict import Pruned
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
-from fskv.root.remove import PART, Fate, Outcome, Tally
+from fskv.root.remove import Fate, Outcome
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
 from fskv.types import MAX_TOUCH_INTERVAL_S
@@ -22,7 +22,7 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
-from ..removal import NAMESPACE, Garbage, foreign
+from ..removal import Garbage
 from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
@@ -58,7 +58,6 @@ LINES = {
         "path": "its path",
         "nbytes": "bytes on disk",
     },
-    "foreign": {"path": "an entry that fskv did not make; it stays"},
     "failure": {"path": "what could not be listed or removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -71,16 +70,12 @@ LINES = {
         "used_meanwhile": "files that had been used since they were seen, and got a new turn",
         "garbage": "things that nobody needs, which were to go",
         "garbage_removed": "things of these that went",
-        "foreign": "entries that fskv did not make",
+        "garbage_nbytes": "bytes on disk of these",
         "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "reached": "whether what was asked for is reached; null where nothing was carried out",
         "interrupted": "whether a signal ended it",
     },
-}
-_WORDS = {
-    PART: ("part of a writer that is gone", "parts of writers that are gone"),
-    NAMESPACE: ("namespace without chunks", "namespaces without chunks"),
 }
 
 
@@ -109,7 +104,7 @@ def command(
         typer.Option(
             metavar="NAMESPACE",
             autocompletion=complete_namespace,
-            help="Only this namespace; may be repeated.",
+            help="Only this namespace, or those of this model; may be repeated.",
         ),
     ] = None,
     tenant: Annotated[
@@ -148,13 +143,14 @@ def command(
 
     Nobody needs a part whose writer is provably gone or that is older than an hour, an empty directory of
     chunks, and a namespace that has no chunk, no living engine and is older than an hour. These go with every
-    target, and alone without one; not with --namespace or --tenant. What fskv did not make is listed and
-    never removed.
+    target, and alone without one; not with --namespace or --tenant. What fskv did not make stays, and so does
+    a damaged namespace: it counts, and `fskv rm` removes it.
 
-    With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
-    counts and prunes for all. The limits hold for the engines too while it runs, and the smallest of all
-    counts. Run it as the user that the engines run as. Where there is no directory or an empty one, it waits
-    until an engine has made a root of it; the metrics are up by then.
+    With --watch it runs until SIGTERM or SIGINT (Ctrl-C), and ends with exit code 0 then. Any number of
+    engines and other watchers may run beside it: one of them counts and prunes for all. The limits hold for
+    the engines too while it runs, and the smallest of all counts. Run it as the user that the engines run as.
+    Where there is no directory or an empty one, it waits until an engine has made a root of it; the metrics
+    are up by then.
 
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
@@ -222,7 +218,7 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
 def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
     spaces = view.namespaces()
     if names:
-        wanted = {view.namespace(name).id for name in names}
+        wanted = {one.id for name in names for one in view.of_one_model(name)}
         spaces = [one for one in spaces if one.id in wanted]
     if tenants:
         ours = {one.id for one in view.of_tenants(tenants)}
@@ -254,22 +250,22 @@ class _Prune:
         self._as_json = as_json
         self._plan = Plan(view.path, spaces, limits, free_nbytes)
         self._garbage: list[Outcome] = []
-        self._found = Tally()
+        self._unseen = 0  # things that may be garbage and could not be looked at
         self.unlistable = 0
 
     def run(self, *, dry_run: bool, yes: bool) -> bool:
         """Return whether something was left undone."""
         self._look()
         before, garbage = (self._plan.num_files, self._plan.nbytes), self._garbage
-        if self._free_nbytes > before[1] and not dry_run:
+        if self._free_nbytes > before[1]:
             raise UsageError(
                 f"--free: found {iec(self._free_nbytes)}, expected at most the {iec(before[1])} on disk"
             )
-        need, unseen = self._plan.need(wall_clock_ns()), self._found.count[Fate.FAILED]
+        need = self._plan.need(wall_clock_ns())
         files, nbytes = self._show(self._plan.forecast(need))
-        done, num_garbage, reached, interrupted = Pruned(), 0, None, False
-        what = [f"{many(files, 'file')} ({iec(nbytes)})"] * bool(files)
-        what += [many(len(garbage), "leftover")] * bool(garbage)
+        done, gone, reached, interrupted = Pruned(), list[Outcome](), None, False
+        what = [_sum(files, "file", nbytes)] * bool(files)
+        what += [_sum(len(garbage), "leftover", _nbytes(garbage))] * bool(garbage)
         if not (what or need):
             say("nothing to remove")
             reached = None if dry_run else True
@@ -279,11 +275,12 @@ class _Prune:
             say("nothing was done")
         else:
             with stopped_by_signals() as stop:
-                done, reached, num_garbage = self._carry_out(files, stop)
+                done, reached, gone = self._carry_out(files, stop)
                 interrupted = stop.is_set()
-            left = f"{iec(self._plan.nbytes)} in {many(self._plan.num_files, 'file')} left"
-            removed = f"removed {many(done.num_files, 'file')}, {iec(done.nbytes)}"
-            say(f"{removed}, and {many(num_garbage, 'leftover')}; {left}")
+            removed = [_sum(done.num_files, "file", done.nbytes)]
+            removed += [_sum(len(gone), "leftover", _nbytes(gone))] * bool(gone)
+            left = _sum(self._plan.num_files, "file", self._plan.nbytes)
+            say(f"removed {' and '.join(removed)}; {left} left")
             if not (reached or interrupted):
                 say("the target is not reached: nothing more could be removed")
         if self._as_json:
@@ -298,23 +295,22 @@ class _Prune:
                 removed_nbytes=done.nbytes,
                 used_meanwhile=done.used_meanwhile,
                 garbage=len(garbage),
-                garbage_removed=num_garbage,
-                foreign=self._found.count[Fate.FOREIGN],
-                unremovable=len(done.failures) + unseen,
+                garbage_removed=len(gone),
+                garbage_nbytes=_nbytes(gone),
+                unremovable=len(done.failures) + self._unseen,
                 unlistable=self.unlistable,
                 reached=reached,
                 interrupted=interrupted,
             )
         if interrupted:
             raise KeyboardInterrupt
-        return bool(done.failures or unseen or self.unlistable or reached is False)
+        return bool(done.failures or self._unseen or self.unlistable or reached is False)
 
     def _look(self) -> None:
         """Walk once: take all chunk files, and find what nobody needs."""
         for one in self._spaces:
             if one.problem is not None:
-                words = f"{show(one.id)}: foreign, counts and stays: {one.problem}"
-                say(f"{words}; `fskv rm` removes it")
+                say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
         with walk_progress("looking", len(self._spaces)) as seen:
             for number, (one, known) in enumerate(self._plan.catalogues.items()):
                 for shard in one.listed(self):
@@ -322,15 +318,9 @@ class _Prune:
                     seen(number, shard.idx)
         if self._is_chosen:
             return
-        catalogues = self._plan.catalogues
-        for found in foreign(self._root, catalogues):
-            self._found.add(found)
-            if self._as_json or not self._has_target:
-                text = f"foreign, stays   {found.path}"
-                tell("foreign", text, as_json=self._as_json, path=found.path)
-        for found in Garbage(self._root, catalogues, wall_clock_ns()).found():
-            self._found.add(found)
+        for found in Garbage(self._root, self._plan.catalogues, wall_clock_ns()).found():
             if found.fate is Fate.FAILED:
+                self._unseen += 1
                 tell_failure(found.path, found.reason, as_json=self._as_json)
                 continue
             self._garbage.append(found)
@@ -343,7 +333,7 @@ class _Prune:
         table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
         for one, part in found:
             uses = dict.fromkeys((last_use(part.oldest_ns), last_use(part.newest_ns)))
-            cells = [show(one.arch), show(one.name), f"{part.num_files:,}", iec(part.nbytes)]
+            cells = [one.arch, one.name, f"{part.num_files:,}", iec(part.nbytes)]
             table.add_row(*map(plain, [*cells, " to ".join(uses)]))
             if self._as_json:
                 emit(
@@ -363,20 +353,10 @@ class _Prune:
         if self._has_target:
             size = f"{iec(nbytes)} of {iec(self._plan.nbytes)}"
             say(f"{files:,} of {self._plan.num_files:,} files would go, {size}")
-            if self._free_nbytes > self._plan.nbytes:
-                wanted = iec(self._free_nbytes)
-                say(f"--free: {wanted} is more than there is; without --dry-run nothing would go")
-        for kind, words in _WORDS.items():
-            if self._found.count[kind]:
-                what = many(self._found.count[kind], *words)
-                say(f"{what} would go, {iec(self._found.nbytes[kind])}")
-        if number := self._found.count[Fate.FOREIGN]:
-            listed = "; `fskv prune --dry-run` lists them" * self._has_target
-            say(f"{many(number, 'foreign entry', 'foreign entries')} left alone{listed}")
         return files, nbytes
 
-    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, int]:
-        now_ns, num_garbage = clock_ns(self._root), 0
+    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, list[Outcome]]:
+        now_ns, gone = clock_ns(self._root), []
         with progress() as drawn:
             task = drawn.add_task("removing", total=planned)
             done, reached = self._plan.carry_out(
@@ -385,14 +365,22 @@ class _Prune:
         garbage = Garbage(self._root, self._plan.catalogues, now_ns)
         try:
             for found in () if self._is_chosen else garbage.remove(self._garbage, stop.is_set):
-                num_garbage += found.fate is Fate.GOES
+                gone += [found] if found.fate is Fate.GOES else []
                 if found.error is not None and found.fate is Fate.FAILED:
                     done.failures[found.path] = found.error
         except OSError as away:  # the root
             done.failures[self._root] = away
         for path, error in done.failures.items():
             tell_failure(path, error.strerror or str(error), as_json=self._as_json)
-        return done, reached, num_garbage
+        return done, reached, gone
+
+
+def _sum(number: int, noun: str, nbytes: int) -> str:
+    return f"{many(number, noun)} ({iec(nbytes)})"
+
+
+def _nbytes(garbage: list[Outcome]) -> int:
+    return sum(each.nbytes for each in garbage)
 
 
 # --- for as long as it runs ---------------------------------------------------------------

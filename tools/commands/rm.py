@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,27 +9,15 @@ from typing import Annotated
 
 import typer
 
-from fskv.bounds.evict import cutoff_ns
 from fskv.root.remove import PART, Fate, Outcome, Tally, always
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
-from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
+from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..removal import CHUNK, DIRECTORY, remove_files, remove_namespace
-from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
-from ..terminal import (
-    age_option,
-    confirm,
-    emit,
-    iec,
-    many,
-    say,
-    show,
-    tell,
-    tell_failure,
-    walk_progress,
-)
+from ..root_view import Ambiguous, ChunkFile, Namespace, RootView
+from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
 LINES = {
     "plan": {
@@ -40,7 +27,7 @@ LINES = {
         "nbytes": "bytes on disk of these, with parts",
         "in_use": "whether a living engine writes to its namespace",
     },
-    "foreign": {"path": "an entry that fskv did not make; it stays, and its directories"},
+    "foreign": {"path": "what stays in a namespace: fskv did not make it, or it came meanwhile"},
     "failure": {"path": "what could not be removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -48,7 +35,7 @@ LINES = {
         "planned_nbytes": "bytes on disk of these, with parts",
         "removed_files": "chunk files that went",
         "removed_nbytes": "bytes on disk that went",
-        "foreign": "entries that stay because fskv did not make them",
+        "foreign": "what stays in these namespaces",
         "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "interrupted": "whether a signal ended it",
@@ -59,12 +46,14 @@ LINES = {
 @dataclass(slots=True)
 class _Target:
     namespace: Namespace
-    chunk: list[ChunkFile] | None  # its files; None: the whole namespace
+    chunk: list[ChunkFile] | None = None  # its files; None: the whole namespace
     files: int = 0
     nbytes: int = 0
     unlistable: int = 0
-    last_use_ns: int = 0
-    before_ns: int | None = None  # chunks that were used since stay
+
+    @property
+    def kind(self) -> str:
+        return "namespace" if self.chunk is None else "chunk"
 
     @property
     def id(self) -> str:
@@ -76,7 +65,7 @@ class _Target:
         one, files = self.namespace, self.chunk
         try:
             if files is None:
-                yield from remove_namespace(one, news, stop.is_set, self.before_ns)
+                yield from remove_namespace(one, news, stop.is_set)
             else:
                 names, where = [file.name for file in files], files[0].directory
                 yield from remove_files(one, where, names, always(CHUNK), news, stop.is_set)
@@ -89,9 +78,9 @@ def command(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAMESPACE|KEY",
-            autocompletion=complete_name,
-            help="Namespaces, or chunks as `ls --chunks` names them.",
+            metavar="NAMESPACE|MODEL|KEY",
+            autocompletion=complete_namespace,
+            help="Namespaces, all those of a model, or chunks as `ls --chunks` names them.",
             show_default=False,
         ),
     ] = None,
@@ -100,13 +89,6 @@ def command(
         typer.Option(
             metavar="TENANT",
             help="All namespaces of this tenant, by its exact name; may be repeated.",
-        ),
-    ] = None,
-    unused_for: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AGE",
-            help="Only namespaces that were not used for so long, such as 90d; without names, of all.",
         ),
     ] = None,
     force: Annotated[
@@ -119,8 +101,8 @@ def command(
 ) -> None:
     """Remove all files of chunks, or whole namespaces with all that fskv made in them.
 
-    What fskv did not make stays, and so do the directories that hold it; then the namespace's identity stays,
-    too. Engines are told what went and miss it from then on.
+    It lists what would go, and asks. What fskv did not make stays, and so do the directories that hold it;
+    then the namespace's identity stays, too. Engines are told what went and miss it from then on.
 
     A namespace to which a living engine writes is refused. With --force it goes: the engine misses all of it
     from then on, and its next store makes the namespace again; a store that is under way fails. Chunks may
@@ -129,40 +111,32 @@ def command(
     Exit code 3 if something could not be removed or foreign entries keep a namespace.
     """
     view = RootView.open(root)
-    words = [*(one.id for one in view.of_tenants(tenant)), *(targets or [])] if tenant else targets
-    if not words and unused_for is None:
-        raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
+    words = [one.id for one in view.of_tenants(tenant)] if tenant else []
+    words += targets or []
     if not words:
-        words = [one.id for one in view.namespaces() if one.problem is None]
+        raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
     found = _resolve(view, words)
-    now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
-    in_use = namespaces_in_use(view.path, now_ns)
+    in_use = namespaces_in_use(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
     _measure(found)
-    unlistable = sum(t.unlistable for t in found)
-    if unused_for is not None:
-        before_ns = cutoff_ns(now_ns, age_option("--unused-for", unused_for))
-        found = [t for t in found if _is_unused(t, before_ns, in_use)]
     for target in found:
         is_busy = target.namespace.id in in_use
-        kind = "namespace" if target.chunk is None else "chunk"
         sizes = {"files": target.files, "nbytes": target.nbytes}
-        text = f"{kind} {target.id}: {many(target.files, 'file')}, {iec(target.nbytes)}"
+        text = f"{target.kind} {target.id}: {many(target.files, 'file')}, {iec(target.nbytes)}"
         text += "  (a living engine writes to it)" * is_busy
-        tell("plan", text, as_json=as_json, target=target.id, what=kind, **sizes, in_use=is_busy)
-    busy = [t.id for t in found if t.chunk is None and t.namespace.id in in_use]
+        facts = {"target": target.id, "what": target.kind, **sizes, "in_use": is_busy}
+        tell("plan", text, as_json=as_json, **facts)
+    busy = [t.id for t in found if t.chunk is None and t.id in in_use]
+    refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
+    refusal *= bool(busy) and not force
     files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
-    if busy and not force and not dry_run:
-        raise UsageError(
-            f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
-        )
     removed, interrupted = Tally(), False
     what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}"
-    if not found:
-        say("nothing to remove")
-    elif dry_run:
+    if dry_run:
         say(f"would remove {what}; nothing was removed")
-        if busy and not force:
-            say("without --dry-run it is refused: a living engine writes there; see --force")
+        if refusal:
+            say(f"without --dry-run it is refused: {refusal}")
+    elif refusal:
+        raise UsageError(show(refusal))
     elif not confirm(f"Remove {what}?", yes=yes):
         say("nothing was done")
     else:
@@ -170,9 +144,8 @@ def command(
             removed = _remove(view, found, stop, as_json=as_json)
             interrupted = stop.is_set()
         say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
-        if removed.count[Fate.FOREIGN]:
-            say("what fskv did not make stays, and so does its namespace")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
+    unlistable = sum(t.unlistable for t in found)
     if as_json:
         emit(
             "summary",
@@ -193,46 +166,33 @@ def command(
 
 
 def _resolve(view: RootView, words: list[str]) -> list[_Target]:
-    found: dict[str, _Target] = {}
-    for word in words:
-        target = _meant(view, word)
-        found.setdefault(target.id, target)
-    whole = {target.namespace.id for target in found.values() if target.chunk is None}
+    found = {target.id: target for word in words for target in _meant(view, word)}
+    whole = {target.id for target in found.values() if target.chunk is None}
     return [t for t in found.values() if t.chunk is None or t.namespace.id not in whole]
 
 
-def _is_unused(target: _Target, before_ns: int, in_use: set[str]) -> bool:
-    """Whether a whole namespace was not used since, as far as all of it could be seen."""
-    one = target.namespace
-    if target.chunk is not None:
-        raise UsageError(f"--unused-for: found the chunk {target.id}, expected namespaces")
-    target.before_ns = before_ns
-    is_seen = one.problem is None and not target.unlistable
-    used_ns = max(target.last_use_ns, os.lstat(one.path).st_mtime_ns)
-    return is_seen and one.id not in in_use and used_ns < before_ns
-
-
-def _meant(view: RootView, word: str) -> _Target:
+def _meant(view: RootView, word: str) -> list[_Target]:
     """Return what a word means; refuse it where it may be a namespace and a chunk."""
     if not word:
         raise UsageError("found an empty name, expected a namespace or a chunk")
     spaces: list[Namespace] = []
+    files: list[ChunkFile] = []
     try:
-        spaces = [view.namespace(word)]
-    except UsageError as error:
-        if AMBIGUOUS in str(error):
-            raise
+        spaces = view.of_one_model(word)
+    except Ambiguous:
+        raise
+    except UsageError:
+        pass  # it may be a chunk
     try:
         files = view.chunk(word, "namespace or chunk")
     except UsageError as error:
-        if AMBIGUOUS in str(error) or not spaces:
+        if isinstance(error, Ambiguous) or not spaces:
             raise
-        return _Target(spaces[0], None)
-    if spaces:
+    if spaces and files:
         raise UsageError(
             f"{show(word)}: may be the namespace {show(spaces[0].id)} or the chunk {files[0].id}"
         )
-    return _Target(files[0].namespace, files)
+    return [_Target(one) for one in spaces] or [_Target(files[0].namespace, files)]
 
 
 def _measure(targets: list[_Target]) -> None:
@@ -246,9 +206,6 @@ def _measure(targets: list[_Target]) -> None:
                 target.files += len(shard.records)
                 target.nbytes += int(shard.records["nbytes"].sum())
                 target.nbytes += sum(part.nbytes for part in shard.parts)
-                if len(shard.records):
-                    newest_ns = int(shard.records["mtime_ns"].max())
-                    target.last_use_ns = max(target.last_use_ns, newest_ns)
                 seen(number, shard.idx)
 
 
@@ -269,12 +226,8 @@ def _remove(
                 elif found.fate is Fate.FAILED:
                     tell_failure(found.path, found.reason, as_json=as_json)
                 elif found.fate is Fate.FOREIGN:
-                    tell(
-                        "foreign",
-                        f"foreign, stays   {found.path}",
-                        as_json=as_json,
-                        path=found.path,
-                    )
+                    text = f"stays   {found.path}"
+                    tell("foreign", text, as_json=as_json, path=found.path)
             if stop.is_set():
                 break
     return tally
