@@ -69,7 +69,12 @@ def living(files: SharedFiles, beats: Iterable[Heartbeat], now_ns: int) -> list[
     """Return those of the living, as `living_heartbeats`."""
     known = {beat.name: beat for beat in beats if not provably_dead(beat.name)}
     published = files.published_ns(known)
-    return [known[name] for name, at in published.items() if is_recent(now_ns, at, _SILENT_S)]
+    # A time of the future is as old as can be.
+    return [
+        known[name]
+        for name, at in published.items()
+        if now_ns - clamp_mtime(at, now_ns) < _SILENT_S * 1e9
+    ]
 
 
 def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:
@@ -102,16 +107,6 @@ def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
     watchers = [Heartbeat("", None, None, limits) for limits in more]
     usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), [*beats, *watchers], space)
     return Bounds(scopes(usage, space), beats, usage, space)
-
-
-def namespaces_in_use(root: str, now_ns: int) -> set[str]:
-    """Return the namespaces that a living engine writes to."""
-    return {beat.namespace for beat in living_heartbeats(root, now_ns) if beat.namespace}
-
-
-def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
-    """Return whether something is younger than `age_s`. What is of the future is as old as can be."""
-    return now_ns - clamp_mtime(mtime_ns, now_ns) < age_s * 1e9
 
 
 class News:

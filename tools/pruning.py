@@ -16,7 +16,7 @@ import numpy as np
 
 from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict
 from fskv.bounds.limits import Limits, inodes_short, kept_free
-from fskv.index.snapshot import Catalogue
+from fskv.index.snapshot import Catalogue, joined
 from fskv.root.filesystem import Space
 
 from .neighbours import News
@@ -41,8 +41,8 @@ def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     which nothing would go.
     """
     tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
-    mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
-    sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
+    everything = joined(records for _, records in tables)
+    mtimes, sizes = everything["mtime_ns"], everything["nbytes"]
     order = np.argsort(mtimes, kind="stable")
     count = min(need.num_files, len(order))
     if need.nbytes > 0:
@@ -75,7 +75,7 @@ class Plan:
         """Of `free_nbytes` at least so much goes, whatever the limits."""
         self._root = root
         self._limits = limits
-        self._free_nbytes = free_nbytes
+        self.free_nbytes = free_nbytes
         self.catalogues = {one: Catalogue(one.path) for one in spaces}
 
     @property
@@ -85,10 +85,10 @@ class Plan:
 
     @property
     def num_files(self) -> int:
-        return sum(known.num_files for known in self._ours)
+        return sum(known.num_files for known in self.ours)
 
     @property
-    def _ours(self) -> list[Catalogue]:
+    def ours(self) -> list[Catalogue]:
         """Those of all but directories without a manifest that describes them: these stay."""
         return [known for one, known in self.catalogues.items() if one.problem is None]
 
@@ -97,7 +97,7 @@ class Plan:
 
         `now_ns` is the root's own clock; ours for a plan that is not carried out.
         """
-        limits, nbytes, num_files, before_ns = self._limits, self._free_nbytes, 0, None
+        limits, nbytes, num_files, before_ns = self._limits, self.free_nbytes, 0, None
         if limits.max_nbytes is not None:
             nbytes = max(nbytes, self.nbytes - limits.max_nbytes)
         if limits.keep_free:
@@ -111,7 +111,7 @@ class Plan:
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
         """Return what would go of which namespace."""
         spaces = {known.namespace: one for one, known in self.catalogues.items()}
-        return [(spaces[one.catalogue.namespace], one) for one in forecast(self._ours, need)]
+        return [(spaces[one.catalogue.namespace], one) for one in forecast(self.ours, need)]
 
     def carry_out(
         self, now_ns: int, stop: threading.Event, told: Callable[[int], object]
@@ -133,7 +133,7 @@ class Plan:
         for each in passes:
             if done.away is None:
                 pruning = evict(
-                    self._ours,
+                    self.ours,
                     each.less(done),
                     self._root,
                     may_go_on=lambda: not stop.is_set(),

@@ -42,10 +42,6 @@ _MAX_CANDIDATES = 5  # shown where a prefix is not unique
 _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 
-class Ambiguous(UsageError):  # noqa: N818  a word, not a failure
-    """A word that may mean several things."""
-
-
 @dataclass(frozen=True)
 class Namespace:
     """One namespace directory. What is in it is read when asked for."""
@@ -303,7 +299,7 @@ class RootView:
         return found
 
     def of_one_model(self, text: str) -> list[Namespace]:
-        """Return the namespaces that `text` means; raises Ambiguous where they are of several models."""
+        """Return the namespaces that `text` means; raises UsageError where they are of several models."""
         found = self.matching(text)
         if len({one.model for one in found}) > 1:
             raise _ambiguous(text, [one.id for one in found])
@@ -316,10 +312,10 @@ class RootView:
             raise _ambiguous(text, [one.id for one in found])
         return found[0]
 
-    def chunk(self, text: str, what: str = "chunk") -> list[ChunkFile]:
-        """Return the files of the one chunk that `text` means: of all its groups and ranks.
+    def chunk(self, text: str) -> list[ChunkFile]:
+        """Return the files of the one chunk that `text` means, of all its groups and ranks.
 
-        Raises UsageError where it is none, several chunks, or no name; `what` it might have meant.
+        Raises UsageError where it is none, several chunks, or no name.
         """
         if f"/{namespace.CHUNK_DIR}/" in text:
             return [self._by_path(text)]
@@ -333,7 +329,7 @@ class RootView:
             found = find_files(spaces, namespace.chunk_name(bytes.fromhex(text)))
         if not found:
             raise UsageError(
-                f"{show(text)}: no such {what} in {self.path}; `fskv ls --chunks` lists chunks, of "
+                f"{show(text)}: no such chunk in {self.path}; `fskv ls --chunks` lists chunks, of "
                 "a chunk's name it takes three digits at least"
             )
         names = sorted({f"{one.namespace.digest16}/{one.name[:32]}" for one in found})
@@ -369,10 +365,10 @@ def _may_mean(text: str, one: Namespace) -> bool:
     )
 
 
-def _ambiguous(text: str, names: list[str]) -> Ambiguous:
+def _ambiguous(text: str, names: list[str]) -> UsageError:
     more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
     shown = ", ".join(show(name) for name in names[:_MAX_CANDIDATES])
-    return Ambiguous(f"{show(text)}: may be any of {shown}{more}; give more of it")
+    return UsageError(f"{show(text)}: may be any of {shown}{more}; give more of it")
 
 
 def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
-from fskv.bounds.evict import Pruned
+from fskv.bounds.evict import Pruned, orphaned
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
-from fskv.root.remove import Fate, Outcome
+from fskv.root.process_id import GRACE_S
+from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
 from fskv.types import MAX_TOUCH_INTERVAL_S
@@ -22,12 +25,10 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
-from ..removal import Garbage
 from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
     confirm,
-    duration,
     emit,
     iec,
     last_use,
@@ -53,11 +54,7 @@ LINES = {
         "oldest_use": "the least recent last use among them, or null",
         "newest_use": "the most recent last use among them, or null",
     },
-    "garbage": {
-        "what": "`part` of a writer that is gone, or dead `namespace`",
-        "path": "its path",
-        "nbytes": "bytes on disk",
-    },
+    "part": {"path": "a part of a writer that is gone", "nbytes": "bytes on disk"},
     "failure": {"path": "what could not be listed or removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -68,9 +65,9 @@ LINES = {
         "removed_files": "chunk files that went",
         "removed_nbytes": "bytes on disk of these",
         "used_meanwhile": "files that had been used since they were seen, and got a new turn",
-        "garbage": "things that nobody needs, which were to go",
-        "garbage_removed": "things of these that went",
-        "garbage_nbytes": "bytes on disk of these",
+        "planned_parts": "parts of writers that are gone, which were to go",
+        "removed_parts": "parts of these that went",
+        "removed_parts_nbytes": "bytes on disk of these",
         "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "reached": "whether what was asked for is reached; null where nothing was carried out",
@@ -107,10 +104,6 @@ def command(
             help="Only this namespace, or those of this model; may be repeated.",
         ),
     ] = None,
-    tenant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TENANT", help="Only this tenant's namespaces; may be repeated."),
-    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on until a signal ends it.", show_default=False)
     ] = False,
@@ -141,10 +134,10 @@ def command(
     used within AGE. A share (10%) is of the file system, of inodes too. --max-size and --free are of the
     chosen namespaces together.
 
-    Nobody needs a part whose writer is provably gone or that is older than an hour, an empty directory of
-    chunks, and a namespace that has no chunk, no living engine and is older than an hour. These go with every
-    target, and alone without one; not with --namespace or --tenant. What fskv did not make stays, and so does
-    a damaged namespace: it counts, and `fskv rm` removes it.
+    Nobody needs a part whose writer is provably gone or that is older than an hour. These go with every
+    target, and alone without one; not with --namespace. An engine or a watcher removes empty
+    namespaces and directories. What fskv did not make stays, and so does a damaged namespace: it counts, and
+    `fskv rm` removes it.
 
     With --watch it runs until SIGTERM or SIGINT (Ctrl-C), and ends with exit code 0 then. Any number of
     engines and other watchers may run beside it: one of them counts and prunes for all. The limits hold for
@@ -156,11 +149,11 @@ def command(
     """
     limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
     nbytes = 0 if free is None else size_option("--free", free)
-    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace or tenant)
+    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace)
     if watch:
         once = is_chosen or nbytes or dry_run or as_json
         if once or not has_target:
-            expected = "without --namespace, --tenant, --free, --dry-run and --json" if once else ""
+            expected = "without --namespace, --free, --dry-run and --json" if once else ""
             raise UsageError(
                 f"--watch: expected a limit such as --max-size SIZE {expected}".strip()
             )
@@ -172,8 +165,9 @@ def command(
         raise UsageError("found no target, expected one such as --max-size SIZE")
     view = RootView.open(root)
     _check_keep_free(view, limits)
-    prune = _Prune(view, _chosen(view, namespace, tenant), limits, nbytes, is_chosen, as_json)
-    if prune.run(dry_run=dry_run, yes=yes):
+    chosen = [one for name in namespace or () for one in view.of_one_model(name)]
+    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits, nbytes)
+    if _Prune(view.path, plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
 
@@ -215,75 +209,51 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
         )
 
 
-def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
-    spaces = view.namespaces()
-    if names:
-        wanted = {one.id for name in names for one in view.of_one_model(name)}
-        spaces = [one for one in spaces if one.id in wanted]
-    if tenants:
-        ours = {one.id for one in view.of_tenants(tenants)}
-        spaces = [one for one in spaces if one.id in ours]
-    return spaces
-
-
 # --- once -------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _Prune:
     """One prune: look, show what would go, ask, remove, and sum up."""
 
-    def __init__(
-        self,
-        view: RootView,
-        spaces: list[Namespace],
-        limits: Limits,
-        free_nbytes: int,
-        is_chosen: bool,
-        as_json: bool,
-    ) -> None:
-        """Where namespaces were chosen, garbage is not looked for."""
-        self._root = view.path
-        self._spaces = spaces
-        self._has_target = limits != Limits() or free_nbytes > 0
-        self._free_nbytes = free_nbytes
-        self._is_chosen = is_chosen
-        self._as_json = as_json
-        self._plan = Plan(view.path, spaces, limits, free_nbytes)
-        self._garbage: list[Outcome] = []
-        self._unseen = 0  # things that may be garbage and could not be looked at
-        self.unlistable = 0
+    root: str
+    plan: Plan
+    has_target: bool
+    is_chosen: bool  # namespaces were chosen: parts of the dead stay
+    as_json: bool
+    parts: Tally = field(default_factory=Tally)  # of the dead
+    unlistable: int = 0
 
     def run(self, *, dry_run: bool, yes: bool) -> bool:
         """Return whether something was left undone."""
         self._look()
-        before, garbage = (self._plan.num_files, self._plan.nbytes), self._garbage
-        if self._free_nbytes > before[1]:
+        before = self.plan.num_files, self.plan.nbytes
+        if self.plan.free_nbytes > before[1]:
+            found = iec(self.plan.free_nbytes)
             raise UsageError(
-                f"--free: found {iec(self._free_nbytes)}, expected at most the {iec(before[1])} on disk"
+                f"--free: found {found}, expected at most the {iec(before[1])} on disk"
             )
-        need = self._plan.need(wall_clock_ns())
-        files, nbytes = self._show(self._plan.forecast(need))
-        done, gone, reached, interrupted = Pruned(), list[Outcome](), None, False
-        what = [_sum(files, "file", nbytes)] * bool(files)
-        what += [_sum(len(garbage), "leftover", _nbytes(garbage))] * bool(garbage)
+        need, unseen = self.plan.need(wall_clock_ns()), self.parts.count[Fate.FAILED]
+        files, nbytes = self._show(self.plan.forecast(need))
+        done, gone, reached, interrupted = Pruned(), Tally(), None, False
+        what = _files(files, nbytes) * bool(files)
+        what += _parts(self.parts, " and " * bool(what))
         if not (what or need):
             say("nothing to remove")
             reached = None if dry_run else True
         elif dry_run:
             say("nothing was removed")
-        elif what and not confirm(f"Remove {' and '.join(what)} from {self._root}?", yes=yes):
+        elif what and not confirm(f"Remove {what} from {self.root}?", yes=yes):
             say("nothing was done")
         else:
             with stopped_by_signals() as stop:
                 done, reached, gone = self._carry_out(files, stop)
                 interrupted = stop.is_set()
-            removed = [_sum(done.num_files, "file", done.nbytes)]
-            removed += [_sum(len(gone), "leftover", _nbytes(gone))] * bool(gone)
-            left = _sum(self._plan.num_files, "file", self._plan.nbytes)
-            say(f"removed {' and '.join(removed)}; {left} left")
+            removed = _files(done.num_files, done.nbytes) + _parts(gone, " and ")
+            say(f"removed {removed}; {_files(self.plan.num_files, self.plan.nbytes)} left")
             if not (reached or interrupted):
                 say("the target is not reached: nothing more could be removed")
-        if self._as_json:
+        if self.as_json:
             emit(
                 "summary",
                 dry_run=dry_run,
@@ -294,38 +264,41 @@ class _Prune:
                 removed_files=done.num_files,
                 removed_nbytes=done.nbytes,
                 used_meanwhile=done.used_meanwhile,
-                garbage=len(garbage),
-                garbage_removed=len(gone),
-                garbage_nbytes=_nbytes(gone),
-                unremovable=len(done.failures) + self._unseen,
+                planned_parts=self.parts.count[PART],
+                removed_parts=gone.count[PART],
+                removed_parts_nbytes=gone.nbytes[PART],
+                unremovable=len(done.failures) + unseen,
                 unlistable=self.unlistable,
                 reached=reached,
                 interrupted=interrupted,
             )
         if interrupted:
             raise KeyboardInterrupt
-        return bool(done.failures or self._unseen or self.unlistable or reached is False)
+        return bool(done.failures or unseen or self.unlistable or reached is False)
 
     def _look(self) -> None:
         """Walk once: take all chunk files, and find what nobody needs."""
-        for one in self._spaces:
+        for one in self.plan.catalogues:
             if one.problem is not None:
                 say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
-        with walk_progress("looking", len(self._spaces)) as seen:
-            for number, (one, known) in enumerate(self._plan.catalogues.items()):
+        with walk_progress("looking", len(self.plan.catalogues)) as seen:
+            for number, (one, known) in enumerate(self.plan.catalogues.items()):
                 for shard in one.listed(self):
                     known.take(shard)
                     seen(number, shard.idx)
-        if self._is_chosen:
-            return
-        for found in Garbage(self._root, self._plan.catalogues, wall_clock_ns()).found():
+        for found in self._orphaned(wall_clock_ns(), delete=False):
+            self.parts.add(found)
             if found.fate is Fate.FAILED:
-                self._unseen += 1
-                tell_failure(found.path, found.reason, as_json=self._as_json)
-                continue
-            self._garbage.append(found)
-            facts = {"what": found.what, "path": found.path, "nbytes": found.nbytes}
-            tell("garbage", f"{found.what:<16} {found.path}", as_json=self._as_json, **facts)
+                tell_failure(found.path, found.reason, as_json=self.as_json)
+            elif found.fate is Fate.GOES:
+                facts = {"path": found.path, "nbytes": found.nbytes}
+                tell("part", f"orphaned part   {found.path}", as_json=self.as_json, **facts)
+
+    def _orphaned(self, now_ns: int, *, delete: bool) -> Iterable[Outcome]:
+        """Find, or remove, the parts of the dead. Raises OSError where the root is away."""
+        if self.is_chosen:
+            return ()
+        return orphaned(self.plan.ours, now_ns, GRACE_S, self.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print what would go; returns files and bytes."""
@@ -335,7 +308,7 @@ class _Prune:
             uses = dict.fromkeys((last_use(part.oldest_ns), last_use(part.newest_ns)))
             cells = [one.arch, one.name, f"{part.num_files:,}", iec(part.nbytes)]
             table.add_row(*map(plain, [*cells, " to ".join(uses)]))
-            if self._as_json:
+            if self.as_json:
                 emit(
                     "plan",
                     namespace=one.id,
@@ -344,43 +317,45 @@ class _Prune:
                     oldest_use=rfc3339(part.oldest_ns),
                     newest_use=rfc3339(part.newest_ns),
                 )
-        if found and not self._as_json:
+        if found and not self.as_json:
             print_table(table)
-            every = duration(MAX_TOUCH_INTERVAL_S)
-            say(f"uses are recorded every {every}: a file may have been used that much later")
+            every = f"uses are recorded every {MAX_TOUCH_INTERVAL_S // 60} min"
+            say(f"{every}: a file may have been used that much later")
         files = sum(part.num_files for _, part in found)
         nbytes = sum(part.nbytes for _, part in found)
-        if self._has_target:
-            size = f"{iec(nbytes)} of {iec(self._plan.nbytes)}"
-            say(f"{files:,} of {self._plan.num_files:,} files would go, {size}")
+        if self.has_target:
+            size = f"{iec(nbytes)} of {iec(self.plan.nbytes)}"
+            say(f"{files:,} of {self.plan.num_files:,} files would go, {size}")
         return files, nbytes
 
-    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, list[Outcome]]:
-        now_ns, gone = clock_ns(self._root), []
+    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, Tally]:
+        now_ns, gone = clock_ns(self.root), Tally()
         with progress() as drawn:
             task = drawn.add_task("removing", total=planned)
-            done, reached = self._plan.carry_out(
+            done, reached = self.plan.carry_out(
                 now_ns, stop, lambda files: drawn.advance(task, files)
             )
-        garbage = Garbage(self._root, self._plan.catalogues, now_ns)
         try:
-            for found in () if self._is_chosen else garbage.remove(self._garbage, stop.is_set):
-                gone += [found] if found.fate is Fate.GOES else []
+            for found in self._orphaned(now_ns, delete=True):
+                gone.add(found)
                 if found.error is not None and found.fate is Fate.FAILED:
                     done.failures[found.path] = found.error
+                if stop.is_set():
+                    break
         except OSError as away:  # the root
-            done.failures[self._root] = away
+            done.failures[self.root] = away
         for path, error in done.failures.items():
-            tell_failure(path, error.strerror or str(error), as_json=self._as_json)
+            tell_failure(path, error.strerror or str(error), as_json=self.as_json)
         return done, reached, gone
 
 
-def _sum(number: int, noun: str, nbytes: int) -> str:
-    return f"{many(number, noun)} ({iec(nbytes)})"
+def _files(number: int, nbytes: int) -> str:
+    return f"{many(number, 'file')} ({iec(nbytes)})"
 
 
-def _nbytes(garbage: list[Outcome]) -> int:
-    return sum(each.nbytes for each in garbage)
+def _parts(found: Tally, joint: str) -> str:
+    number, nbytes = found.count[PART], found.nbytes[PART]
+    return f"{joint}{many(number, 'orphaned part')} ({iec(nbytes)})" if number else ""
 
 
 # --- for as long as it runs ---------------------------------------------------------------

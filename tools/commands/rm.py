@@ -1,31 +1,46 @@
-"""`fskv rm`: remove namespaces or chunks."""
+"""`fskv rm`: remove namespaces."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from fskv.root.remove import PART, Fate, Outcome, Tally, always
+from fskv.index.scan import file_name, shard_path
+from fskv.namespace import parse_chunk_file
+from fskv.root.process_id import is_our_part
+from fskv.root.remove import (
+    PART,
+    Fate,
+    Outcome,
+    Place,
+    Tally,
+    always,
+    remove_directory,
+    remove_namespace,
+    sweep,
+)
+from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, RATE_FILE, SNAPSHOT_FILE, TMP_DIR
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
-from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
+from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
-from ..removal import CHUNK, DIRECTORY, remove_files, remove_namespace
-from ..root_view import Ambiguous, ChunkFile, Namespace, RootView
+from ..root_view import Namespace, RootView, Unlistable
 from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
 LINES = {
     "plan": {
-        "target": "ARCH/MODEL@DIGEST, or DIGEST/NAME of a chunk",
-        "what": "`namespace` or `chunk`",
+        "namespace": "ARCH/MODEL@DIGEST",
         "files": "chunk files that would go",
         "nbytes": "bytes on disk of these, with parts",
-        "in_use": "whether a living engine writes to its namespace",
+        "in_use": "whether a living engine writes to it",
     },
     "foreign": {"path": "what stays in a namespace: fskv did not make it, or it came meanwhile"},
     "failure": {"path": "what could not be removed", "reason": "why"},
@@ -41,46 +56,26 @@ LINES = {
         "interrupted": "whether a signal ended it",
     },
 }
+_KNOWN = {MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE, RATE_FILE}  # in a namespace
+_CHUNK, _DIRECTORY = "chunk", "directory"  # what goes, beside PART
 
 
 @dataclass(slots=True)
 class _Target:
     namespace: Namespace
-    chunk: list[ChunkFile] | None = None  # its files; None: the whole namespace
     files: int = 0
     nbytes: int = 0
     unlistable: int = 0
 
-    @property
-    def kind(self) -> str:
-        return "namespace" if self.chunk is None else "chunk"
-
-    @property
-    def id(self) -> str:
-        if self.chunk is None:
-            return self.namespace.id
-        return f"{self.namespace.digest16}/{self.chunk[0].name[:32]}"
-
-    def remove(self, news: News, stop: threading.Event) -> Iterator[Outcome]:
-        one, files = self.namespace, self.chunk
-        try:
-            if files is None:
-                yield from remove_namespace(one, news, stop.is_set)
-            else:
-                names, where = [file.name for file in files], files[0].directory
-                yield from remove_files(one, where, names, always(CHUNK), news, stop.is_set)
-        except OSError as error:  # the root is away
-            yield Outcome(one.root, Fate.FAILED, error=error)
-
 
 def command(
     root: RootOption,
-    targets: Annotated[
+    namespaces: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAMESPACE|MODEL|KEY",
+            metavar="NAMESPACE|MODEL",
             autocompletion=complete_namespace,
-            help="Namespaces, all those of a model, or chunks as `ls --chunks` names them.",
+            help="Namespaces as `ls` names them, or all those of a model.",
             show_default=False,
         ),
     ] = None,
@@ -99,43 +94,41 @@ def command(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove all files of chunks, or whole namespaces with all that fskv made in them.
+    """Remove whole namespaces, damaged ones too, with all that fskv made in them.
 
     It lists what would go, and asks. What fskv did not make stays, and so do the directories that hold it;
     then the namespace's identity stays, too. Engines are told what went and miss it from then on.
 
     A namespace to which a living engine writes is refused. With --force it goes: the engine misses all of it
-    from then on, and its next store makes the namespace again; a store that is under way fails. Chunks may
-    always be removed.
+    from then on, and its next store makes the namespace again; a store that is under way fails.
 
     Exit code 3 if something could not be removed or foreign entries keep a namespace.
     """
     view = RootView.open(root)
-    words = [one.id for one in view.of_tenants(tenant)] if tenant else []
-    words += targets or []
-    if not words:
-        raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
-    found = _resolve(view, words)
-    in_use = namespaces_in_use(view.path, wall_clock_ns() if dry_run else clock_ns(view.path))
+    chosen = view.of_tenants(tenant) if tenant else []
+    chosen += [one for word in namespaces or [] for one in view.of_one_model(word)]
+    if not chosen:
+        raise UsageError("found nothing to remove, expected namespaces or --tenant")
+    found = [_Target(one) for one in dict.fromkeys(chosen)]
+    now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
+    in_use = {beat.namespace for beat in living_heartbeats(view.path, now_ns)}
     _measure(found)
     for target in found:
-        is_busy = target.namespace.id in in_use
-        sizes = {"files": target.files, "nbytes": target.nbytes}
-        text = f"{target.kind} {target.id}: {many(target.files, 'file')}, {iec(target.nbytes)}"
+        name, is_busy = target.namespace.id, target.namespace.id in in_use
+        text = f"{name}: {many(target.files, 'file')}, {iec(target.nbytes)}"
         text += "  (a living engine writes to it)" * is_busy
-        facts = {"target": target.id, "what": target.kind, **sizes, "in_use": is_busy}
-        tell("plan", text, as_json=as_json, **facts)
-    busy = [t.id for t in found if t.chunk is None and t.id in in_use]
+        facts = {"files": target.files, "nbytes": target.nbytes, "in_use": is_busy}
+        tell("plan", text, as_json=as_json, namespace=name, **facts)
+    busy = [] if force else [t.namespace.id for t in found if t.namespace.id in in_use]
     refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
-    refusal *= bool(busy) and not force
     files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
     removed, interrupted = Tally(), False
-    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}"
+    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'namespace')}"
     if dry_run:
         say(f"would remove {what}; nothing was removed")
-        if refusal:
+        if busy:
             say(f"without --dry-run it is refused: {refusal}")
-    elif refusal:
+    elif busy:
         raise UsageError(show(refusal))
     elif not confirm(f"Remove {what}?", yes=yes):
         say("nothing was done")
@@ -143,7 +136,7 @@ def command(
         with stopped_by_signals() as stop:
             removed = _remove(view, found, stop, as_json=as_json)
             interrupted = stop.is_set()
-        say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
+        say(f"removed {many(removed.count[_CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
     unlistable = sum(t.unlistable for t in found)
     if as_json:
@@ -152,7 +145,7 @@ def command(
             dry_run=dry_run,
             planned_files=files,
             planned_nbytes=nbytes,
-            removed_files=removed.count[CHUNK],
+            removed_files=removed.count[_CHUNK],
             removed_nbytes=_nbytes(removed),
             foreign=foreign,
             unremovable=failed,
@@ -165,43 +158,9 @@ def command(
         raise typer.Exit(Exit.PARTIAL)
 
 
-def _resolve(view: RootView, words: list[str]) -> list[_Target]:
-    found = {target.id: target for word in words for target in _meant(view, word)}
-    whole = {target.id for target in found.values() if target.chunk is None}
-    return [t for t in found.values() if t.chunk is None or t.namespace.id not in whole]
-
-
-def _meant(view: RootView, word: str) -> list[_Target]:
-    """Return what a word means; refuse it where it may be a namespace and a chunk."""
-    if not word:
-        raise UsageError("found an empty name, expected a namespace or a chunk")
-    spaces: list[Namespace] = []
-    files: list[ChunkFile] = []
-    try:
-        spaces = view.of_one_model(word)
-    except Ambiguous:
-        raise
-    except UsageError:
-        pass  # it may be a chunk
-    try:
-        files = view.chunk(word, "namespace or chunk")
-    except UsageError as error:
-        if isinstance(error, Ambiguous) or not spaces:
-            raise
-    if spaces and files:
-        raise UsageError(
-            f"{show(word)}: may be the namespace {show(spaces[0].id)} or the chunk {files[0].id}"
-        )
-    return [_Target(one) for one in spaces] or [_Target(files[0].namespace, files)]
-
-
 def _measure(targets: list[_Target]) -> None:
     with walk_progress("looking", len(targets)) as seen:
         for number, target in enumerate(targets):
-            if target.chunk is not None:
-                target.files = len(target.chunk)
-                target.nbytes = sum(file.nbytes for file in target.chunk)
-                continue
             for shard in target.namespace.listed(target):
                 target.files += len(shard.records)
                 target.nbytes += int(shard.records["nbytes"].sum())
@@ -210,7 +169,7 @@ def _measure(targets: list[_Target]) -> None:
 
 
 def _nbytes(tally: Tally) -> int:
-    return tally.nbytes[CHUNK] + tally.nbytes[PART]
+    return tally.nbytes[_CHUNK] + tally.nbytes[PART]
 
 
 def _remove(
@@ -219,15 +178,83 @@ def _remove(
     news, tally = News(view.path), Tally()
     with walk_progress("removing", len(targets)) as seen:
         for number, target in enumerate(targets):
-            for found in target.remove(news, stop):
+            for found in _remove_namespace(target.namespace, news, stop.is_set):
                 tally.add(found)
-                if found.what == DIRECTORY:
+                if found.what == _DIRECTORY:
                     seen(number, int(found.name, 16))
                 elif found.fate is Fate.FAILED:
                     tell_failure(found.path, found.reason, as_json=as_json)
                 elif found.fate is Fate.FOREIGN:
-                    text = f"stays   {found.path}"
-                    tell("foreign", text, as_json=as_json, path=found.path)
+                    tell("foreign", f"stays   {found.path}", as_json=as_json, path=found.path)
             if stop.is_set():
                 break
     return tally
+
+
+# --- one namespace: what is fskv's goes, and the root is valid at any moment --------------------
+
+
+def _remove_namespace(one: Namespace, news: News, stop: Callable[[], bool]) -> Iterator[Outcome]:
+    """Remove all of a namespace that is fskv's, tell engines, and name what stays."""
+    failed = set()
+    try:
+        for found in _remove_content(one, news, stop):
+            failed |= {found.path} if found.fate is Fate.FAILED else set()
+            yield found
+        if stop():
+            return
+        is_damaged = one.problem is not None
+        whole = remove_namespace(one.root, one.path, damaged=is_damaged)
+        yield whole
+        if whole.fate is Fate.STAYS:
+            yield from (found for found in _left(one) if found.path not in failed)
+    except OSError as error:  # the root is away
+        yield Outcome(one.root, Fate.FAILED, error=error)
+
+
+def _remove_content(one: Namespace, news: News, stop: Callable[[], bool]) -> Iterator[Outcome]:
+    """Remove the chunk files, the parts, and the directories that are empty then."""
+
+    def judge(name: str, _: os.stat_result) -> str:
+        return PART if is_our_part(name) else _CHUNK
+
+    for shard in one.walk():
+        if isinstance(shard, Unlistable):
+            yield Outcome(shard.path, Fate.FAILED, error=OSError(errno.EIO, shard.reason))
+            continue
+        path = shard_path(one.path, shard.idx)
+        names = [*map(file_name, shard.records), *(os.path.basename(p.path) for p in shard.parts)]
+        gone = []
+        try:
+            with Place(one.root, path) as place:
+                for name in names:
+                    if stop():
+                        return
+                    found = place.remove(name, judge)
+                    if found.fate is Fate.GOES and (chunk := parse_chunk_file(name)) is not None:
+                        gone.append((bytes.fromhex(chunk.name), chunk.group_idx))
+                    yield found
+        finally:
+            if gone:
+                news.tell(one.id, gone)
+        yield remove_directory(one.root, path, always(_DIRECTORY))
+    tmp = f"{one.path}/{TMP_DIR}"
+    yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.STAYS)
+
+
+def _left(one: Namespace) -> Iterator[Outcome]:
+    """Name what is left: what fskv did not make, or what came meanwhile. No link is followed."""
+    with Place(one.root, one.path, os.O_RDONLY) as place:
+        if place.error is not None:
+            return
+        for where, below, names, fd in os.fwalk(".", dir_fd=place.fd):
+            path = os.path.normpath(f"{one.path}/{where}")
+            if not (below or names):
+                yield Outcome(path, Fate.FOREIGN)
+            for name in [*names, *(name for name in below if _is_link(name, fd))]:
+                if where != "." or name not in _KNOWN:
+                    yield Outcome(f"{path}/{name}", Fate.FOREIGN)
+
+
+def _is_link(name: str, fd: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
