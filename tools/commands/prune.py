@@ -151,11 +151,10 @@ def command(
     nbytes = 0 if free is None else size_option("--free", free)
     has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace)
     if watch:
-        once = is_chosen or nbytes or dry_run or as_json
-        if once or not has_target:
-            expected = "without --namespace, --free, --dry-run and --json" if once else ""
+        if is_chosen or nbytes or dry_run or as_json or not has_target:
             raise UsageError(
-                f"--watch: expected a limit such as --max-size SIZE {expected}".strip()
+                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --free, "
+                "--dry-run and --json"
             )
         _watch(root, limits, metrics_address, metrics_port, yes)
         return

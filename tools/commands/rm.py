@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -175,71 +175,74 @@ def _nbytes(tally: Tally) -> int:
 def _remove(
     view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
 ) -> Tally:
-    news, tally = News(view.path), Tally()
+    news, tally, failed = News(view.path), Tally(), set()
     with walk_progress("removing", len(targets)) as seen:
         for number, target in enumerate(targets):
-            for found in _remove_namespace(target.namespace, news, stop.is_set):
+            if stop.is_set():
+                break
+            for found in _removed(target.namespace, news, stop):
+                if found.path in failed:
+                    continue  # it is named already
                 tally.add(found)
                 if found.what == _DIRECTORY:
                     seen(number, int(found.name, 16))
                 elif found.fate is Fate.FAILED:
+                    failed.add(found.path)
                     tell_failure(found.path, found.reason, as_json=as_json)
                 elif found.fate is Fate.FOREIGN:
                     tell("foreign", f"stays   {found.path}", as_json=as_json, path=found.path)
-            if stop.is_set():
-                break
     return tally
 
 
-# --- one namespace: what is fskv's goes, and the root is valid at any moment --------------------
+def _removed(one: Namespace, news: News, stop: threading.Event) -> Iterator[Outcome]:
+    """Remove all of a namespace that is fskv's, tell engines, and name what stays.
 
-
-def _remove_namespace(one: Namespace, news: News, stop: Callable[[], bool]) -> Iterator[Outcome]:
-    """Remove all of a namespace that is fskv's, tell engines, and name what stays."""
-    failed = set()
+    The root is valid at any moment: chunk files and parts go first, then the empty directories, and the
+    manifest only once nothing else is left.
+    """
     try:
-        for found in _remove_content(one, news, stop):
-            failed |= {found.path} if found.fate is Fate.FAILED else set()
-            yield found
-        if stop():
-            return
-        is_damaged = one.problem is not None
-        whole = remove_namespace(one.root, one.path, damaged=is_damaged)
+        for shard in one.walk():
+            if isinstance(shard, Unlistable):
+                yield Outcome(shard.path, Fate.FAILED, error=OSError(errno.EIO, shard.reason))
+                continue
+            path = shard_path(one.path, shard.idx)
+            parts = [os.path.basename(part.path) for part in shard.parts]
+            yield from _remove_files(
+                one, path, [*map(file_name, shard.records), *parts], news, stop
+            )
+            if stop.is_set():
+                return
+            yield remove_directory(one.root, path, always(_DIRECTORY))
+        tmp = f"{one.path}/{TMP_DIR}"
+        yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.STAYS)
+        whole = remove_namespace(one.root, one.path, damaged=one.problem is not None)
         yield whole
         if whole.fate is Fate.STAYS:
-            yield from (found for found in _left(one) if found.path not in failed)
+            yield from _left(one)
     except OSError as error:  # the root is away
         yield Outcome(one.root, Fate.FAILED, error=error)
 
 
-def _remove_content(one: Namespace, news: News, stop: Callable[[], bool]) -> Iterator[Outcome]:
-    """Remove the chunk files, the parts, and the directories that are empty then."""
+def _judge(name: str, _: os.stat_result) -> str:
+    return PART if is_our_part(name) else _CHUNK
 
-    def judge(name: str, _: os.stat_result) -> str:
-        return PART if is_our_part(name) else _CHUNK
 
-    for shard in one.walk():
-        if isinstance(shard, Unlistable):
-            yield Outcome(shard.path, Fate.FAILED, error=OSError(errno.EIO, shard.reason))
-            continue
-        path = shard_path(one.path, shard.idx)
-        names = [*map(file_name, shard.records), *(os.path.basename(p.path) for p in shard.parts)]
-        gone = []
-        try:
-            with Place(one.root, path) as place:
-                for name in names:
-                    if stop():
-                        return
-                    found = place.remove(name, judge)
-                    if found.fate is Fate.GOES and (chunk := parse_chunk_file(name)) is not None:
-                        gone.append((bytes.fromhex(chunk.name), chunk.group_idx))
-                    yield found
-        finally:
-            if gone:
-                news.tell(one.id, gone)
-        yield remove_directory(one.root, path, always(_DIRECTORY))
-    tmp = f"{one.path}/{TMP_DIR}"
-    yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.STAYS)
+def _remove_files(
+    one: Namespace, path: str, names: list[str], news: News, stop: threading.Event
+) -> Iterator[Outcome]:
+    gone = []
+    try:
+        with Place(one.root, path) as place:
+            for name in names:
+                if stop.is_set():
+                    return
+                found = place.remove(name, _judge)
+                if found.fate is Fate.GOES and (chunk := parse_chunk_file(name)) is not None:
+                    gone.append((bytes.fromhex(chunk.name), chunk.group_idx))
+                yield found
+    finally:
+        if gone:
+            news.tell(one.id, gone)
 
 
 def _left(one: Namespace) -> Iterator[Outcome]:
@@ -249,7 +252,7 @@ def _left(one: Namespace) -> Iterator[Outcome]:
             return
         for where, below, names, fd in os.fwalk(".", dir_fd=place.fd):
             path = os.path.normpath(f"{one.path}/{where}")
-            if not (below or names):
+            if not (below or names or os.path.basename(path) in _KNOWN):
                 yield Outcome(path, Fate.FOREIGN)
             for name in [*names, *(name for name in below if _is_link(name, fd))]:
                 if where != "." or name not in _KNOWN:
