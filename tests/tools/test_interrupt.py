@@ -205,21 +205,3 @@ def test_whatever_signal_ends_a_copy_leaves_no_part(template, number, protected)
     else:
         assert done.returncode == -number
     assert bool(list(new.rglob("*.part"))) is not protected
-
-
-def test_an_interrupt_in_the_first_import_is_no_traceback(tmp_path):
-    """Negative control: what is imported before is Python's, and there it is a traceback."""
-    for before, traceback in (("", False), ("import fskv_tools.exits\n", True)):
-        script = (
-            "import os, sys, signal\n"
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "class Finder:\n"
-            "    def find_spec(self, name, path=None, target=None):\n"
-            f"        if name == 'fskv_tools.exits': {KILL}\n"
-            "sys.meta_path.insert(0, Finder())\n"
-            f"{before}import fskv_tools.__main__\n"
-        )
-        words = [sys.executable, "-c", script]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert ("Traceback" in done.stderr) is traceback
-        assert done.returncode == -signal.SIGINT
