@@ -100,7 +100,7 @@ class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().parse_args(ctx, args)
-        except BrokenPipeError:  # of the help
+        except (BrokenPipeError, SystemExit):  # of the help; rich makes an exit of it
             leave(signal.SIGPIPE)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
