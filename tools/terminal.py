@@ -32,7 +32,7 @@ _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MAX_AGE_S = 100 * 366 * 86400
 _NAMESPACE = re.compile(r"^(.+)(@[0-9a-f]{16})$")
-_NARROW, _LONG = 100, 30  # columns of a terminal, characters of a name
+_BESIDE = 60  # columns of a terminal, for what stands beside a name
 
 
 # --- where it goes ----------------------------------------------------------------------
@@ -115,7 +115,7 @@ def plain(text: str) -> Text:
     from rich.text import Text
 
     shown = show(text)
-    if columns() < _NARROW and len(shown) > _LONG:  # the digest of a namespace stays whole
+    if len(shown) > columns() - _BESIDE:  # the digest of a namespace stays whole
         shown = _NAMESPACE.sub(r"\1\n\2", shown)
     return Text(shown)
 
