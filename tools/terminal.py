@@ -106,7 +106,7 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
         else:
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", min_width=17 if "@" in name else None)
     return table
 
 

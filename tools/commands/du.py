@@ -179,7 +179,10 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
     if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
         for name, count in named:
             print(fill(name))
-            print(fill(", ".join(map(" ".join, zip(numbers, _cells(count), strict=True))), 2))
+            files, on_disk, *unused = _cells(count)
+            print(fill(f"{files} files, {on_disk} on disk", 2))
+            each = map(" ".join, zip(usage.ages, unused, strict=True))
+            print(fill(f"unused: {', '.join(each)}", 2))
         return
     table = new_table(by.value.upper(), *numbers, right=numbers)
     for name, count in named:
