@@ -21,6 +21,7 @@ from fskv.root.filesystem import Space
 
 from .neighbours import News
 from .root_view import Namespace
+from .terminal import walk_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,29 @@ def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     return found
 
 
+_NONE = Limits()
+
+
 class Plan:
     """The files of some namespaces of a root, and how much of them is to go."""
 
     def __init__(
-        self, root: str, spaces: Sequence[Namespace], limits: Limits, free_nbytes: int
+        self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
     ) -> None:
         """Of `free_nbytes` at least so much goes, whatever the limits."""
         self._root = root
         self._limits = limits
         self.free_nbytes = free_nbytes
         self.catalogues = {one: Catalogue(one.path) for one in spaces}
+        self.unlistable = 0  # directories
+
+    def look(self) -> None:
+        """Walk once and take all files; what cannot be listed is said and counted."""
+        with walk_progress("looking", len(self.catalogues)) as seen:
+            for number, (one, known) in enumerate(self.catalogues.items()):
+                for shard in one.listed(self):
+                    known.take(shard)
+                    seen(number, shard.idx)
 
     @property
     def nbytes(self) -> int:

@@ -43,7 +43,6 @@ from ..terminal import (
     size_option,
     tell,
     tell_failure,
-    walk_progress,
 )
 
 LINES = {
@@ -221,7 +220,6 @@ class _Prune:
     is_chosen: bool  # namespaces were chosen: parts of the dead stay
     as_json: bool
     parts: Tally = field(default_factory=Tally)  # of the dead
-    unlistable: int = 0
 
     def run(self, *, dry_run: bool, yes: bool) -> bool:
         """Return whether something was left undone."""
@@ -235,8 +233,7 @@ class _Prune:
         need, unseen = self.plan.need(wall_clock_ns()), self.parts.count[Fate.FAILED]
         files, nbytes = self._show(self.plan.forecast(need))
         done, gone, reached, interrupted = Pruned(), Tally(), None, False
-        what = _files(files, nbytes) * bool(files)
-        what += _parts(self.parts, " and " * bool(what))
+        what = _words(files, nbytes, self.parts) if files or self.parts.count[PART] else ""
         if not (what or need):
             say("nothing to remove")
             reached = None if dry_run else True
@@ -248,8 +245,8 @@ class _Prune:
             with stopped_by_signals() as stop:
                 done, reached, gone = self._carry_out(files, stop)
                 interrupted = stop.is_set()
-            removed = _files(done.num_files, done.nbytes) + _parts(gone, " and ")
-            say(f"removed {removed}; {_files(self.plan.num_files, self.plan.nbytes)} left")
+            left = _words(self.plan.num_files, self.plan.nbytes, Tally())
+            say(f"removed {_words(done.num_files, done.nbytes, gone)}; {left} left")
             if not (reached or interrupted):
                 say("the target is not reached: nothing more could be removed")
         if self.as_json:
@@ -267,24 +264,20 @@ class _Prune:
                 removed_parts=gone.count[PART],
                 removed_parts_nbytes=gone.nbytes[PART],
                 unremovable=len(done.failures) + unseen,
-                unlistable=self.unlistable,
+                unlistable=self.plan.unlistable,
                 reached=reached,
                 interrupted=interrupted,
             )
         if interrupted:
             raise KeyboardInterrupt
-        return bool(done.failures or unseen or self.unlistable or reached is False)
+        return bool(done.failures or unseen or self.plan.unlistable or reached is False)
 
     def _look(self) -> None:
         """Walk once: take all chunk files, and find what nobody needs."""
         for one in self.plan.catalogues:
             if one.problem is not None:
                 say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
-        with walk_progress("looking", len(self.plan.catalogues)) as seen:
-            for number, (one, known) in enumerate(self.plan.catalogues.items()):
-                for shard in one.listed(self):
-                    known.take(shard)
-                    seen(number, shard.idx)
+        self.plan.look()
         for found in self._orphaned(wall_clock_ns(), delete=False):
             self.parts.add(found)
             if found.fate is Fate.FAILED:
@@ -348,13 +341,10 @@ class _Prune:
         return done, reached, gone
 
 
-def _files(number: int, nbytes: int) -> str:
-    return f"{many(number, 'file')} ({iec(nbytes)})"
-
-
-def _parts(found: Tally, joint: str) -> str:
-    number, nbytes = found.count[PART], found.nbytes[PART]
-    return f"{joint}{many(number, 'orphaned part')} ({iec(nbytes)})" if number else ""
+def _words(num_files: int, nbytes: int, parts: Tally) -> str:
+    found = ("file", num_files, nbytes), ("orphaned part", parts.count[PART], parts.nbytes[PART])
+    words = [f"{many(number, noun)} ({iec(size)})" for noun, number, size in found if number]
+    return " and ".join(words) or "nothing"
 
 
 # --- for as long as it runs ---------------------------------------------------------------

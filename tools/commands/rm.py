@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -32,6 +31,7 @@ from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
 from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
+from ..pruning import Plan
 from ..root_view import Namespace, RootView, Unlistable
 from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
@@ -58,14 +58,6 @@ LINES = {
 }
 _KNOWN = {MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE, RATE_FILE}  # in a namespace
 _CHUNK, _DIRECTORY = "chunk", "directory"  # what goes, beside PART
-
-
-@dataclass(slots=True)
-class _Target:
-    namespace: Namespace
-    files: int = 0
-    nbytes: int = 0
-    unlistable: int = 0
 
 
 def command(
@@ -109,21 +101,22 @@ def command(
     chosen += [one for word in namespaces or [] for one in view.of_one_model(word)]
     if not chosen:
         raise UsageError("found nothing to remove, expected namespaces or --tenant")
-    found = [_Target(one) for one in dict.fromkeys(chosen)]
+    plan = Plan(view.path, chosen)
     now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
     in_use = {beat.namespace for beat in living_heartbeats(view.path, now_ns)}
-    _measure(found)
-    for target in found:
-        name, is_busy = target.namespace.id, target.namespace.id in in_use
-        text = f"{name}: {many(target.files, 'file')}, {iec(target.nbytes)}"
+    plan.look()
+    for one, known in plan.catalogues.items():
+        is_busy = one.id in in_use
+        text = f"{one.id}: {many(known.num_files, 'file')}, {iec(known.nbytes)}"
         text += "  (a living engine writes to it)" * is_busy
-        facts = {"files": target.files, "nbytes": target.nbytes, "in_use": is_busy}
-        tell("plan", text, as_json=as_json, namespace=name, **facts)
-    busy = [] if force else [t.namespace.id for t in found if t.namespace.id in in_use]
+        facts = {"files": known.num_files, "nbytes": known.nbytes, "in_use": is_busy}
+        tell("plan", text, as_json=as_json, namespace=one.id, **facts)
+    spaces = list(plan.catalogues)
+    busy = [] if force else [one.id for one in spaces if one.id in in_use]
     refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
-    files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
+    files, nbytes = sum(known.num_files for known in plan.catalogues.values()), plan.nbytes
     removed, interrupted = Tally(), False
-    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'namespace')}"
+    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(spaces), 'namespace')}"
     if dry_run:
         say(f"would remove {what}; nothing was removed")
         if busy:
@@ -134,11 +127,10 @@ def command(
         say("nothing was done")
     else:
         with stopped_by_signals() as stop:
-            removed = _remove(view, found, stop, as_json=as_json)
+            removed = _remove(view, spaces, stop, as_json=as_json)
             interrupted = stop.is_set()
         say(f"removed {many(removed.count[_CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
-    unlistable = sum(t.unlistable for t in found)
     if as_json:
         emit(
             "summary",
@@ -149,23 +141,13 @@ def command(
             removed_nbytes=_nbytes(removed),
             foreign=foreign,
             unremovable=failed,
-            unlistable=unlistable,
+            unlistable=plan.unlistable,
             interrupted=interrupted,
         )
     if interrupted:
         raise KeyboardInterrupt
-    if foreign or failed or unlistable:
+    if foreign or failed or plan.unlistable:
         raise typer.Exit(Exit.PARTIAL)
-
-
-def _measure(targets: list[_Target]) -> None:
-    with walk_progress("looking", len(targets)) as seen:
-        for number, target in enumerate(targets):
-            for shard in target.namespace.listed(target):
-                target.files += len(shard.records)
-                target.nbytes += int(shard.records["nbytes"].sum())
-                target.nbytes += sum(part.nbytes for part in shard.parts)
-                seen(number, shard.idx)
 
 
 def _nbytes(tally: Tally) -> int:
@@ -173,14 +155,14 @@ def _nbytes(tally: Tally) -> int:
 
 
 def _remove(
-    view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
+    view: RootView, spaces: list[Namespace], stop: threading.Event, *, as_json: bool
 ) -> Tally:
     news, tally, failed = News(view.path), Tally(), set()
-    with walk_progress("removing", len(targets)) as seen:
-        for number, target in enumerate(targets):
+    with walk_progress("removing", len(spaces)) as seen:
+        for number, one in enumerate(spaces):
             if stop.is_set():
                 break
-            for found in _removed(target.namespace, news, stop):
+            for found in _removed(one, news, stop):
                 if found.path in failed:
                     continue  # it is named already
                 tally.add(found)
