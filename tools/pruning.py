@@ -77,7 +77,7 @@ class Plan:
         self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
     ) -> None:
         """Of `free_nbytes` at least so much goes, whatever the limits."""
-        self._root = root
+        self.root = root
         self._limits = limits
         self.free_nbytes = free_nbytes
         self.catalogues = {one: Catalogue(one.path) for one in spaces}
@@ -114,7 +114,7 @@ class Plan:
         if limits.max_nbytes is not None:
             nbytes = max(nbytes, self.nbytes - limits.max_nbytes)
         if limits.keep_free:
-            space = Space.of(self._root)
+            space = Space.of(self.root)
             nbytes = max(nbytes, kept_free(limits.keep_free, space) - space.free_nbytes)
             num_files = inodes_short([limits], space)
         if limits.unused_s is not None:
@@ -133,7 +133,7 @@ class Plan:
 
         `told` hears how many files have gone.
         """
-        done, news, need = Pruned(), News(self._root), self.need(now_ns)
+        done, news, need = Pruned(), News(self.root), self.need(now_ns)
 
         def note(step: Pruned) -> None:
             for path, chunks in step.removed.items():
@@ -148,12 +148,12 @@ class Plan:
                 pruning = evict(
                     self.ours,
                     each.less(done),
-                    self._root,
+                    self.root,
                     may_go_on=lambda: not stop.is_set(),
                     stuck=done.failures.keys(),
                     told=note,
                 )
                 done.add(asyncio.run(pruning))
         if done.away is not None:
-            done.failures[self._root] = done.away
+            done.failures[self.root] = done.away
         return done, done.away is None and not passes[-1].less(done)

@@ -165,7 +165,7 @@ def command(
     _check_keep_free(view, limits)
     chosen = [one for name in namespace or () for one in view.of_one_model(name)]
     plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits, nbytes)
-    if _Prune(view.path, plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
+    if _Prune(plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
 
@@ -214,7 +214,6 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
 class _Prune:
     """One prune: look, show what would go, ask, remove, and sum up."""
 
-    root: str
     plan: Plan
     has_target: bool
     is_chosen: bool  # namespaces were chosen: parts of the dead stay
@@ -239,7 +238,7 @@ class _Prune:
             reached = None if dry_run else True
         elif dry_run:
             say("nothing was removed")
-        elif what and not confirm(f"Remove {what} from {self.root}?", yes=yes):
+        elif what and not confirm(f"Remove {what} from {self.plan.root}?", yes=yes):
             say("nothing was done")
         else:
             with stopped_by_signals() as stop:
@@ -290,7 +289,7 @@ class _Prune:
         """Find, or remove, the parts of the dead. Raises OSError where the root is away."""
         if self.is_chosen:
             return ()
-        return orphaned(self.plan.ours, now_ns, GRACE_S, self.root, delete=delete)
+        return orphaned(self.plan.ours, now_ns, GRACE_S, self.plan.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print what would go; returns files and bytes."""
@@ -321,7 +320,7 @@ class _Prune:
         return files, nbytes
 
     def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, Tally]:
-        now_ns, gone = clock_ns(self.root), Tally()
+        now_ns, gone = clock_ns(self.plan.root), Tally()
         with progress() as drawn:
             task = drawn.add_task("removing", total=planned)
             done, reached = self.plan.carry_out(
@@ -335,7 +334,7 @@ class _Prune:
                 if stop.is_set():
                     break
         except OSError as away:  # the root
-            done.failures[self.root] = away
+            done.failures[self.plan.root] = away
         for path, error in done.failures.items():
             tell_failure(path, error.strerror or str(error), as_json=self.as_json)
         return done, reached, gone

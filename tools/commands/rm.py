@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fskv.index.scan import file_name, shard_path
+from fskv.index.snapshot import Catalogue
 from fskv.namespace import parse_chunk_file
 from fskv.root.process_id import is_our_part
 from fskv.root.remove import (
@@ -32,7 +32,7 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Plan
-from ..root_view import Namespace, RootView, Unlistable
+from ..root_view import Namespace, RootView
 from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
 LINES = {
@@ -111,12 +111,11 @@ def command(
         text += "  (a living engine writes to it)" * is_busy
         facts = {"files": known.num_files, "nbytes": known.nbytes, "in_use": is_busy}
         tell("plan", text, as_json=as_json, namespace=one.id, **facts)
-    spaces = list(plan.catalogues)
-    busy = [] if force else [one.id for one in spaces if one.id in in_use]
+    busy = [] if force else [one.id for one in plan.catalogues if one.id in in_use]
     refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
     files, nbytes = sum(known.num_files for known in plan.catalogues.values()), plan.nbytes
     removed, interrupted = Tally(), False
-    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(spaces), 'namespace')}"
+    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(plan.catalogues), 'namespace')}"
     if dry_run:
         say(f"would remove {what}; nothing was removed")
         if busy:
@@ -127,7 +126,7 @@ def command(
         say("nothing was done")
     else:
         with stopped_by_signals() as stop:
-            removed = _remove(view, spaces, stop, as_json=as_json)
+            removed = _remove(plan, stop, as_json=as_json)
             interrupted = stop.is_set()
         say(f"removed {many(removed.count[_CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
@@ -154,15 +153,13 @@ def _nbytes(tally: Tally) -> int:
     return tally.nbytes[_CHUNK] + tally.nbytes[PART]
 
 
-def _remove(
-    view: RootView, spaces: list[Namespace], stop: threading.Event, *, as_json: bool
-) -> Tally:
-    news, tally, failed = News(view.path), Tally(), set()
-    with walk_progress("removing", len(spaces)) as seen:
-        for number, one in enumerate(spaces):
+def _remove(plan: Plan, stop: threading.Event, *, as_json: bool) -> Tally:
+    news, tally, failed = News(plan.root), Tally(), set()
+    with walk_progress("removing", len(plan.catalogues)) as seen:
+        for number, (one, known) in enumerate(plan.catalogues.items()):
             if stop.is_set():
                 break
-            for found in _removed(one, news, stop):
+            for found in _removed(one, known, news, stop):
                 if found.path in failed:
                     continue  # it is named already
                 tally.add(found)
@@ -176,25 +173,24 @@ def _remove(
     return tally
 
 
-def _removed(one: Namespace, news: News, stop: threading.Event) -> Iterator[Outcome]:
+def _removed(
+    one: Namespace, known: Catalogue, news: News, stop: threading.Event
+) -> Iterator[Outcome]:
     """Remove all of a namespace that is fskv's, tell engines, and name what stays.
 
     The root is valid at any moment: chunk files and parts go first, then the empty directories, and the
     manifest only once nothing else is left.
     """
     try:
-        for shard in one.walk():
-            if isinstance(shard, Unlistable):
-                yield Outcome(shard.path, Fate.FAILED, error=OSError(errno.EIO, shard.reason))
-                continue
-            path = shard_path(one.path, shard.idx)
-            parts = [os.path.basename(part.path) for part in shard.parts]
-            yield from _remove_files(
-                one, path, [*map(file_name, shard.records), *parts], news, stop
-            )
+        for idx in sorted({*dict(known.shards()), *known.parts}):
+            path = shard_path(one.path, idx)
+            parts = [os.path.basename(part.path) for part in known.parts.get(idx, ())]
+            names = [*map(file_name, known.records(idx)), *parts]
+            yield from _remove_files(one, path, names, news, stop)
             if stop.is_set():
                 return
             yield remove_directory(one.root, path, always(_DIRECTORY))
+        known.remove_empty(one.root, None)
         tmp = f"{one.path}/{TMP_DIR}"
         yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.STAYS)
         whole = remove_namespace(one.root, one.path, damaged=one.problem is not None)
@@ -230,16 +226,11 @@ def _remove_files(
 def _left(one: Namespace) -> Iterator[Outcome]:
     """Name what is left: what fskv did not make, or what came meanwhile. No link is followed."""
     with Place(one.root, one.path, os.O_RDONLY) as place:
-        if place.error is not None:
-            return
-        for where, below, names, fd in os.fwalk(".", dir_fd=place.fd):
+        for where, below, names, fd in [] if place.error else os.fwalk(".", dir_fd=place.fd):
             path = os.path.normpath(f"{one.path}/{where}")
             if not (below or names or os.path.basename(path) in _KNOWN):
                 yield Outcome(path, Fate.FOREIGN)
-            for name in [*names, *(name for name in below if _is_link(name, fd))]:
+            modes = {name: os.lstat(name, dir_fd=fd).st_mode for name in below}
+            for name in [*names, *(name for name in below if stat.S_ISLNK(modes[name]))]:
                 if where != "." or name not in _KNOWN:
                     yield Outcome(f"{path}/{name}", Fate.FOREIGN)
-
-
-def _is_link(name: str, fd: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
