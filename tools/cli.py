@@ -100,7 +100,9 @@ class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().parse_args(ctx, args)
-        except (BrokenPipeError, SystemExit):  # of the help; rich makes an exit of it
+        except (BrokenPipeError, SystemExit) as error:  # of the help; rich makes exit code 1 of it
+            if isinstance(error, SystemExit) and error.code != 1:
+                raise  # of --show-completion
             leave(signal.SIGPIPE)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

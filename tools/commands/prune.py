@@ -224,7 +224,7 @@ class _Prune:
         """Return whether something was left undone."""
         self._look()
         before = self.plan.num_files, self.plan.nbytes
-        if self.plan.free_nbytes > before[1]:
+        if self.plan.free_nbytes > before[1] and not dry_run:
             found = iec(self.plan.free_nbytes)
             raise UsageError(
                 f"--free: found {found}, expected at most the {iec(before[1])} on disk"
