@@ -13,8 +13,8 @@ import contextlib
 import importlib
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -98,8 +98,12 @@ class _Group(TyperGroup):
         return listed
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        with _root_explained():
+        try:
             return super().parse_args(ctx, args)
+        except (BrokenPipeError, SystemExit) as error:  # of the help; rich makes exit code 1 of it
+            if isinstance(error, SystemExit) and error.code != 1:
+                raise  # of --show-completion
+            leave(signal.SIGPIPE)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that is to run, imported."""
@@ -112,8 +116,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         UNSEEN.clear()
         try:
-            with _root_explained():
-                result = super().invoke(ctx)
+            result = super().invoke(ctx)
         except typer.Exit as ended:
             if ended.exit_code == Exit.OK and UNSEEN:
                 raise typer.Exit(Exit.PARTIAL) from None
@@ -122,9 +125,10 @@ class _Group(TyperGroup):
             say("interrupted")
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
-            _leave()
+            leave(signal.SIGPIPE)
         except (CommandError, FskvError, OSError, MemoryError) as error:
-            say(f"fskv: {str(error) or type(error).__name__}")
+            words = str(error).removeprefix("option 'root': ") or type(error).__name__
+            say(f"fskv: {words}")
             raise typer.Exit(_code(error)) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
@@ -137,25 +141,6 @@ def _code(error: Exception) -> Exit:
     if isinstance(error, RootError):
         return Exit.NOT_A_ROOT
     return Exit.USAGE if isinstance(error, ConfigError) else Exit.PROBLEMS
-
-
-@contextlib.contextmanager
-def _root_explained() -> Iterator[None]:
-    """Say in one line where --root does not belong."""
-    try:
-        yield
-    except Exception as error:
-        # Which package has the class depends on typer's version.
-        is_unknown = type(error).__name__ == "NoSuchOption"
-        if not is_unknown or getattr(error, "option_name", None) != "--root":
-            raise
-        named: Any = getattr(error, "ctx")  # noqa: B009  no class that declares it
-        if isinstance(named.command, _Group):
-            say("fskv: --root belongs after the command: fskv COMMAND --root DIR")
-        else:
-            usage = " ".join(named.command.collect_usage_pieces(named))
-            say(f"fskv: {named.info_name} has no --root; it takes {usage}")
-        raise typer.Exit(Exit.USAGE) from None
 
 
 app = typer.Typer(
@@ -202,11 +187,12 @@ def main() -> None:
         if number := interrupt.disarm():
             _interrupted(number, ended)
         if isinstance(ended, BrokenPipeError):
-            _leave()
+            leave(signal.SIGPIPE)
         if not isinstance(ended, OSError):
             raise
         say(f"fskv: {ended}")  # of the help, or of what was left in the buffer
-        _drop_output()
+        # What is left in the buffer has nobody to read it; Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.PROBLEMS)
 
 
@@ -232,14 +218,3 @@ def _open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, flags), True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def _leave() -> NoReturn:
-    """End: whoever read the output went away."""
-    _drop_output()
-    sys.exit(Exit.INTERRUPTED)
-
-
-def _drop_output() -> None:
-    # What is left in the buffer has nobody to read it; Python would complain at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -49,9 +49,9 @@ from fskv.sizes import Share
 
 from .check.expect import expected_of
 from .exits import NotARoot, UsageError
+from .neighbours import bounds_of
 from .root_view import ChunkFile
 from .terminal import iec
-from .usage import bounds_of
 
 _ATTEMPTS = 10  # to publish a file while others remove empty directories
 _LOOK_S = 1.0  # between two looks at the bounds of the destination

@@ -31,8 +31,8 @@ MEANINGS = {
     Exit.PARTIAL: "a part was not done (something could not be read, written or removed, or time ran out), "
     "and no problem was found in the rest: 1 goes before 3, in every command",
     Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
-    Exit.INTERRUPTED: "interrupted (Ctrl-C), or whoever read the output went away; after SIGTERM it is 143, "
-    "after SIGHUP 129",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C); after SIGTERM it is 143, after SIGHUP 129, and 141 where the "
+    "reader of the output went away",
 }
 
 

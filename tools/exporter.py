@@ -118,36 +118,36 @@ class RootCollector(Collector):
             "last_step_age_seconds": watched.step_age_s,
             "lease_held": seen is not None and seen.holder,
         }
-        if seen is None:
-            return values  # there is no root yet, or it has not answered yet
-        values |= {
-            "total_bytes": seen.space.total_nbytes,
-            "free_bytes": seen.space.free_nbytes,
-            "total_inodes": seen.space.total_inodes,
-            "free_inodes": seen.space.free_inodes,
-        }
-        return values | (_of_usage(seen.usage, seen.space) if seen.usage else {})
+        if seen is not None:  # else there is no root yet, or it has not answered yet
+            values |= {
+                "total_bytes": seen.space.total_nbytes,
+                "free_bytes": seen.space.free_nbytes,
+                "total_inodes": seen.space.total_inodes,
+                "free_inodes": seen.space.free_inodes,
+            }
+            values |= _of_usage(seen.usage, seen.space) if seen.usage else {}
+        return values
 
 
 def _of_usage(usage: Usage, space: Space) -> _Values:
     # Bounds: those of the root and the file system, and of the tenants' those with the least left.
-    found = sorted(scopes(usage, space), key=lambda scope: scope.left)
-    named = [scope for scope in found if scope.name is not None]
-    shown = [scope for scope in found if scope.name is None] + named[:MAX_NAMES]
-    of_namespaces = {
+    found = sorted(scopes(usage, space), key=lambda scope: (scope.name is not None, scope.left))
+    num_own = sum(scope.name is None for scope in found)
+    bounds = {(s.kind, show(s.name or "")): s for s in found[: num_own + MAX_NAMES]}
+    spaces = {
         (show(name), show(usage.tenants.get(name, ""))): counts
         for name, counts in usage.namespaces.items()
     }
-    of_namespaces |= {(OTHERS, OTHERS): usage.others} if any(usage.others) else {}
+    spaces |= {(OTHERS, OTHERS): usage.others} if any(usage.others) else {}
     of_tenants: Counter[tuple[str, ...]] = Counter()
-    for (name, tenant), (nbytes, _) in of_namespaces.items():
+    for (name, tenant), (nbytes, _) in spaces.items():
         of_tenants[(tenant,)] += nbytes if name != OTHERS else 0
     return {
         "heartbeats": len(usage.counted),
-        "limit_bytes": {(s.kind, show(s.name or "")): s.limit for s in shown},
-        "headroom_bytes": {(s.kind, show(s.name or "")): s.left for s in shown},
-        "namespace_bytes": _largest({name: nbytes for name, (nbytes, _) in of_namespaces.items()}),
-        "namespace_files": _largest({name: files for name, (_, files) in of_namespaces.items()}),
+        "limit_bytes": {labels: scope.limit for labels, scope in bounds.items()},
+        "headroom_bytes": {labels: scope.left for labels, scope in bounds.items()},
+        "namespace_bytes": _largest({name: nbytes for name, (nbytes, _) in spaces.items()}),
+        "namespace_files": _largest({name: files for name, (_, files) in spaces.items()}),
         "tenant_bytes": _largest(of_tenants),
         "count_age_seconds": max(0.0, time.time() - usage.at_ms / 1000),
         "unremovable_files": usage.unremovable,

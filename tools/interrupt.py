@@ -20,7 +20,6 @@ from typing import Any
 
 from .exits import leave
 
-_AGAIN_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _asked = 0  # the number of the signal that came first
 
@@ -32,10 +31,7 @@ def arm() -> None:
 
 def disarm() -> int:
     """Let a signal end the process at once; returns the number of the one that came since `arm`, or 0."""
-    if _asked:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    else:
-        _replace(_raise, leave)
+    _replace(_raise, leave)
     return _asked
 
 
@@ -57,10 +53,10 @@ def _raise(number: int, _: object) -> None:
 
 
 def _lost(unraisable: Any) -> None:
-    """Raise it again a moment later: Python drops what a destructor, or a callback of one, raises."""
+    """End at once: Python drops what a destructor, or a callback of one, raises."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        signal.signal(signal.SIGALRM, _raise)
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        print("interrupted", file=sys.stderr, flush=True)
+        leave(_asked)
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ import errno
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR, TTL_S
-from fskv.bounds.limits import Heartbeat, Usage, smallest
+from fskv.bounds.limits import Heartbeat, Limits, Scope, Usage, scopes, smallest
 from fskv.bounds.shared_files import SharedFiles
 from fskv.root.filesystem import Space, clamp_mtime
 from fskv.root.process_id import provably_dead, unique_name
@@ -69,7 +69,12 @@ def living(files: SharedFiles, beats: Iterable[Heartbeat], now_ns: int) -> list[
     """Return those of the living, as `living_heartbeats`."""
     known = {beat.name: beat for beat in beats if not provably_dead(beat.name)}
     published = files.published_ns(known)
-    return [known[name] for name, at in published.items() if is_recent(now_ns, at, _SILENT_S)]
+    # A time of the future is as old as can be.
+    return [
+        known[name]
+        for name, at in published.items()
+        if now_ns - clamp_mtime(at, now_ns) < _SILENT_S * 1e9
+    ]
 
 
 def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:
@@ -82,14 +87,26 @@ def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> U
     return replace(usage, max_nbytes=max_nbytes, kept_free=kept, tenant_limits=of_tenants)
 
 
-def namespaces_in_use(root: str, now_ns: int) -> set[str]:
-    """Return the namespaces that a living engine writes to."""
-    return {beat.namespace for beat in living_heartbeats(root, now_ns) if beat.namespace}
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds that living engines and watchers have set on a root, and what is in use."""
+
+    scopes: list[Scope]
+    heartbeats: list[Heartbeat]
+    usage: Usage
+    space: Space
+
+    @property
+    def counted_at_ns(self) -> int | None:
+        return self.usage.at_ms * 1_000_000 or None
 
 
-def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
-    """Return whether something is younger than `age_s`. What is of the future is as old as can be."""
-    return now_ns - clamp_mtime(mtime_ns, now_ns) < age_s * 1e9
+def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
+    """Return the bounds that hold in a root, with `more` limits as of other watchers. Raises OSError."""
+    beats, space = living_heartbeats(root, now_ns), Space.of(root)
+    watchers = [Heartbeat("", None, None, limits) for limits in more]
+    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), [*beats, *watchers], space)
+    return Bounds(scopes(usage, space), beats, usage, space)
 
 
 class News:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,30 +35,13 @@ def _namespaces_of(ctx: Any) -> list[Namespace]:
 def complete_namespace(ctx: Any, incomplete: str) -> list[str]:
     """Return the namespaces that may be meant, for a shell; nothing where there is no root."""
     spaces = _namespaces_of(ctx)
-    # A shell takes only what begins with what was typed.
-    ids = [one.id for one in spaces if one.id.startswith(incomplete)]
-    return ids or [
-        name for one in spaces for name in (one.name, one.digest16) if name.startswith(incomplete)
-    ]
-
-
-def complete_chunk(ctx: Any, incomplete: str) -> list[str]:
-    """Return the chunks that may be meant, as `ls --chunks` names them; three digits say where they are."""
-    from .root_view import find_files
-
-    digest, slash, name = incomplete.rpartition("/")
-    spaces = _namespaces_of(ctx)
-    found = {f"{one.digest16}/" for one in spaces}
-    if re.fullmatch(r"[0-9a-f]{3,32}", name):
-        for file in find_files([one for one in spaces if one.digest16.startswith(digest)], name):
-            chunk = file.name[:32]
-            found.add(f"{file.namespace.digest16}/{chunk}" if slash else chunk)
-    return sorted(one for one in found if one.startswith(incomplete))
-
-
-def complete_name(ctx: Any, incomplete: str) -> list[str]:
-    """Return the namespaces, or else the chunks, that may be meant."""
-    return complete_namespace(ctx, incomplete) or complete_chunk(ctx, incomplete)
+    # A shell takes only what begins with what was typed: the id, the model as engines are given it, or what
+    # its directory is called.
+    forms = [[one.id, one.name, one.name.replace("--", "/", 1), one.digest16] for one in spaces]
+    found = (
+        [name for name in form if name.startswith(incomplete)] for form in zip(*forms, strict=True)
+    )
+    return next(filter(None, found), [])
 
 
 def root_option(text: str) -> Any:

@@ -16,11 +16,12 @@ import numpy as np
 
 from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict
 from fskv.bounds.limits import Limits, inodes_short, kept_free
-from fskv.index.snapshot import Catalogue
+from fskv.index.snapshot import Catalogue, joined
 from fskv.root.filesystem import Space
 
 from .neighbours import News
 from .root_view import Namespace
+from .terminal import walk_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     which nothing would go.
     """
     tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
-    mtimes = np.concatenate([records["mtime_ns"] for _, records in tables] or [np.empty(0, "<i8")])
-    sizes = np.concatenate([records["nbytes"] for _, records in tables] or [np.empty(0, "<u8")])
+    everything = joined(records for _, records in tables)
+    mtimes, sizes = everything["mtime_ns"], everything["nbytes"]
     order = np.argsort(mtimes, kind="stable")
     count = min(need.num_files, len(order))
     if need.nbytes > 0:
@@ -66,17 +67,29 @@ def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     return found
 
 
+_NONE = Limits()
+
+
 class Plan:
     """The files of some namespaces of a root, and how much of them is to go."""
 
     def __init__(
-        self, root: str, spaces: Sequence[Namespace], limits: Limits, free_nbytes: int
+        self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
     ) -> None:
         """Of `free_nbytes` at least so much goes, whatever the limits."""
-        self._root = root
+        self.root = root
         self._limits = limits
-        self._free_nbytes = free_nbytes
+        self.free_nbytes = free_nbytes
         self.catalogues = {one: Catalogue(one.path) for one in spaces}
+        self.unlistable = 0  # directories
+
+    def look(self) -> None:
+        """Walk once and take all files; what cannot be listed is said and counted."""
+        with walk_progress("looking", len(self.catalogues)) as seen:
+            for number, (one, known) in enumerate(self.catalogues.items()):
+                for shard in one.listed(self):
+                    known.take(shard)
+                    seen(number, shard.idx)
 
     @property
     def nbytes(self) -> int:
@@ -85,10 +98,10 @@ class Plan:
 
     @property
     def num_files(self) -> int:
-        return sum(known.num_files for known in self._ours)
+        return sum(known.num_files for known in self.ours)
 
     @property
-    def _ours(self) -> list[Catalogue]:
+    def ours(self) -> list[Catalogue]:
         """Those of all but directories without a manifest that describes them: these stay."""
         return [known for one, known in self.catalogues.items() if one.problem is None]
 
@@ -97,11 +110,11 @@ class Plan:
 
         `now_ns` is the root's own clock; ours for a plan that is not carried out.
         """
-        limits, nbytes, num_files, before_ns = self._limits, self._free_nbytes, 0, None
+        limits, nbytes, num_files, before_ns = self._limits, self.free_nbytes, 0, None
         if limits.max_nbytes is not None:
             nbytes = max(nbytes, self.nbytes - limits.max_nbytes)
         if limits.keep_free:
-            space = Space.of(self._root)
+            space = Space.of(self.root)
             nbytes = max(nbytes, kept_free(limits.keep_free, space) - space.free_nbytes)
             num_files = inodes_short([limits], space)
         if limits.unused_s is not None:
@@ -111,7 +124,7 @@ class Plan:
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
         """Return what would go of which namespace."""
         spaces = {known.namespace: one for one, known in self.catalogues.items()}
-        return [(spaces[one.catalogue.namespace], one) for one in forecast(self._ours, need)]
+        return [(spaces[one.catalogue.namespace], one) for one in forecast(self.ours, need)]
 
     def carry_out(
         self, now_ns: int, stop: threading.Event, told: Callable[[int], object]
@@ -120,7 +133,7 @@ class Plan:
 
         `told` hears how many files have gone.
         """
-        done, news, need = Pruned(), News(self._root), self.need(now_ns)
+        done, news, need = Pruned(), News(self.root), self.need(now_ns)
 
         def note(step: Pruned) -> None:
             for path, chunks in step.removed.items():
@@ -133,14 +146,14 @@ class Plan:
         for each in passes:
             if done.away is None:
                 pruning = evict(
-                    self._ours,
+                    self.ours,
                     each.less(done),
-                    self._root,
+                    self.root,
                     may_go_on=lambda: not stop.is_set(),
                     stuck=done.failures.keys(),
                     told=note,
                 )
                 done.add(asyncio.run(pruning))
         if done.away is not None:
-            done.failures[self._root] = done.away
+            done.failures[self.root] = done.away
         return done, done.away is None and not passes[-1].less(done)

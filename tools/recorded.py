@@ -7,9 +7,7 @@ shares. So a copy of that file, from another root or another node, stands for th
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
-from fskv import namespace
 from fskv.errors import FskvError
 from fskv.namespace import Identity
 from fskv.root.root import MANIFEST_FILE
@@ -20,24 +18,13 @@ from .root_view import RootView
 from .terminal import show
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """An identity that was named."""
-
-    identity: Identity
-
-    @property
-    def id(self) -> str:
-        return namespace.directory(self.identity)
-
-
-def resolve(text: str, root: str | None) -> Recorded:
+def resolve(text: str, root: str | None) -> Identity:
     """Return what `text` names. Raises UsageError for nothing, CommandError for what is no identity."""
     path = os.path.join(text, MANIFEST_FILE) if os.path.isdir(text) else text
     # A directory that a namespace's name happens to match has no manifest; the root is asked then.
     if os.path.exists(path) and not os.path.isdir(path):
         try:
-            return Recorded(Identity.from_manifest(read_json(path)))
+            return Identity.from_manifest(read_json(path))
         except (ValueError, FskvError) as error:
             raise CommandError(f"{path}: {str(error).removeprefix('manifest: ')}") from None
     if root is None:
@@ -47,5 +34,5 @@ def resolve(text: str, root: str | None) -> Recorded:
         )
     where = RootView.open(root).namespace(text)
     if where.identity is None:
-        raise CommandError(f"{where.id}: {where.problem}")
-    return Recorded(where.identity)
+        raise CommandError(f"{show(where.id)}: {where.problem}")
+    return where.identity

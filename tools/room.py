@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import GUARD_PART, Heartbeat, Limits, scopes
-from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.limits import GUARD_PART, Limits
 from fskv.config import StoreConfig
 from fskv.namespace import Identity
-from fskv.root.filesystem import Space
 
 from .explain.chunk_state import GroupFiles
-from .neighbours import living_heartbeats, usage_now, wall_clock_ns
+from .neighbours import bounds_of, wall_clock_ns
 from .root_view import RootView
 from .terminal import iec
 
@@ -55,30 +52,26 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
     `told`: those of engines that are to come; the tightest holds. Without it they are those of the living;
     where no engine lives, what an engine has without options.
     """
-    beats = living_heartbeats(root, wall_clock_ns())
-    space = Space.of(root)
-    if not told and not any(beat.namespace for beat in beats):
-        told = (Limits(keep_free=USUAL),)
-    beats += [Heartbeat("", None, None, limits) for limits in told]
-    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), beats, space)
+    now_ns = wall_clock_ns()
+    held = bounds_of(root, now_ns, *told)
+    if not told and not any(beat.namespace for beat in held.heartbeats):
+        held = bounds_of(root, now_ns, Limits(keep_free=USUAL))
+    usage, space = held.usage, held.space
     found = []
     everything = usage.nbytes if usage.at_ms or not RootView(root).namespaces() else None
-    for scope in scopes(usage, space):
+    for scope in held.scopes:
         if scope.kind == "root" or (scope.kind == "tenant" and scope.name == tenant):
             words = f"{iec(scope.used)} of {_NAMES[scope.kind]} {iec(scope.limit)} are in use"
             beyond = scope.limit // GUARD_PART
             found.append(Bound(words, scope.limit, scope.left, beyond, scope.used))
     if space.total_nbytes:
         kept = min(usage.kept_free, space.total_nbytes)
-        words = _free(space, f"keep_free of {iec(kept)}")
+        share = 100 * space.free_nbytes / space.total_nbytes
+        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.1f} %)"
+        words = f"{free}, keep_free of {iec(kept)}"
         left = space.free_nbytes - kept
         found.append(Bound(words, space.total_nbytes - kept, left, kept - kept // 2, everything))
     return found
-
-
-def _free(space: Space, kept: str) -> str:
-    share = 100 * space.free_nbytes / space.total_nbytes
-    return f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.1f} %), {kept}"
 
 
 def chunk_nbytes(files: Iterable[GroupFiles]) -> int:

@@ -11,11 +11,12 @@ by NAME, by the engine's key in hex, or by a path; a prefix is enough where it i
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -37,9 +38,7 @@ _HEX = re.compile(r"[0-9a-f]+")
 _CHUNK = re.compile(
     r"(?:([0-9a-f]{1,16})/)?([0-9a-f]{3,32})(?:\.g(\d{1,6}))?(?:\.r(\d{1,6}))?(?:\.kv)?"
 )
-_SHORT = re.compile(r"(?:[0-9a-f]{1,16}/)?[0-9a-f]{1,2}")
 _MAX_CANDIDATES = 5  # shown where a prefix is not unique
-AMBIGUOUS = "may be any of"  # in what is raised where several are meant
 _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 
@@ -67,14 +66,20 @@ class Namespace:
     def digest16(self) -> str:
         return self.name.rpartition("@")[2]
 
+    def is_of(self, model: str) -> bool:
+        """Whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
+        return model.replace("/", "--") in (self.model, self.model.rpartition("--")[2])
+
     @cached_property
     def _manifest(self) -> Identity | str:
         try:
             return read_namespace(self.root, self.id)
         except FskvError as error:
+            cause = error.__cause__
+            unread = isinstance(cause, OSError) and cause.errno != errno.ELOOP
+            why = str(error).removeprefix("option 'root': ").replace(f"{self.path}/", "")
             # Names that a neighbour chose: a newline in one would forge a line.
-            text = str(error).removeprefix("option 'root': ")
-            return text.replace(f"{self.path}/", "").replace(self.id, show(self.id))
+            return f"{'unreadable' if unread else 'damaged'}: {why.replace(self.id, show(self.id))}"
 
     @property
     def identity(self) -> Identity | None:
@@ -83,28 +88,37 @@ class Namespace:
 
     @property
     def problem(self) -> str | None:
+        """Words that begin with `damaged` or `unreadable`: no engine uses its files."""
         return self._manifest if isinstance(self._manifest, str) else None
 
     @property
     def tenant(self) -> str | None:
         return self.identity.tenant if self.identity else None
 
-    def shards(self) -> Iterator[Shard]:
-        """Walk the directories of chunks in order. Raises OSError where the namespace cannot be read."""
+    def walk(self) -> Iterator[Shard | Unlistable]:
+        """Walk the directories of chunks in order; what cannot be listed is one of the results."""
+        import asyncio
+
         from fskv.index.scan import walk
 
-        return _in_turn(walk(self.path, {}, now_ns=time.time_ns()))
+        shards, runner = walk(self.path, {}, now_ns=time.time_ns()), asyncio.Runner()
 
-    def walk(self) -> Iterator[Shard | Unlistable]:
-        """As `shards`; what cannot be listed, the namespace itself too, is one of the results."""
+        async def step() -> Shard | None:
+            return await anext(shards, None)
+
         try:
-            for shard in self.shards():
+            while (shard := runner.run(step())) is not None:
                 yield shard if shard.error is None else Unlistable.of(self, shard)
-        except OSError as error:
+        except OSError as error:  # of the namespace itself
             yield Unlistable(self.path, error.strerror or str(error))
+        finally:
+            # Its end closes `shards`. A loop that Ctrl-C has met in its own middle may wait for ever for a
+            # task whose turn is lost: nothing is waited for then, the command ends.
+            if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                runner.close()
 
     def listed(self, row: _Counted) -> Iterator[Shard]:
-        """As `shards`; what cannot be listed is said and counted in `row`."""
+        """As `walk`; what cannot be listed is said and counted in `row`."""
         for found in self.walk():
             if isinstance(found, Unlistable):
                 row.unlistable += 1
@@ -274,24 +288,34 @@ class RootView:
         if os.path.isdir(text):  # its directory, however the path is written
             path = os.path.realpath(text)
             found = found or [one for one in everything if os.path.realpath(one.path) == path]
-        found = found or [one for one in everything if _may_mean(text.rstrip("/"), one)]
+        text = text.rstrip("/")
+        # A model's whole name means it alone, also where other names begin with it.
+        found = found or [one for one in everything if one.is_of(text)]
+        found = found or [one for one in everything if _may_mean(text, one)]
         if not found:
             raise UsageError(
                 f"{show(text)}: no such namespace in {self.path}; `fskv ls` lists them"
             )
         return found
 
+    def of_one_model(self, text: str) -> list[Namespace]:
+        """Return the namespaces that `text` means; raises UsageError where they are of several models."""
+        found = self.matching(text)
+        if len({one.model for one in found}) > 1:
+            raise _ambiguous(text, [one.id for one in found])
+        return found
+
     def namespace(self, text: str) -> Namespace:
         """Return the one namespace that `text` means; raises UsageError where it is none or several."""
         found = self.matching(text)
         if len(found) > 1:
-            raise UsageError(_ambiguous(text, [one.id for one in found]))
+            raise _ambiguous(text, [one.id for one in found])
         return found[0]
 
-    def chunk(self, text: str, what: str = "chunk") -> list[ChunkFile]:
-        """Return the files of the one chunk that `text` means: of all its groups and ranks.
+    def chunk(self, text: str) -> list[ChunkFile]:
+        """Return the files of the one chunk that `text` means, of all its groups and ranks.
 
-        Raises UsageError where it is none, several chunks, or no name; `what` it might have meant.
+        Raises UsageError where it is none, several chunks, or no name.
         """
         if f"/{namespace.CHUNK_DIR}/" in text:
             return [self._by_path(text)]
@@ -304,14 +328,13 @@ class RootView:
         if not found and _HEX.fullmatch(text) and len(text) % 2 == 0:  # the engine's key
             found = find_files(spaces, namespace.chunk_name(bytes.fromhex(text)))
         if not found:
-            short = "; of a chunk's name it takes three digits at least"
             raise UsageError(
-                f"{show(text)}: no such {what} in {self.path}; `fskv ls --chunks` lists chunks"
-                + short * bool(_SHORT.fullmatch(text))
+                f"{show(text)}: no such chunk in {self.path}; `fskv ls --chunks` lists chunks, of "
+                "a chunk's name it takes three digits at least"
             )
         names = sorted({f"{one.namespace.digest16}/{one.name[:32]}" for one in found})
         if len(names) > 1:
-            raise UsageError(_ambiguous(text, names))
+            raise _ambiguous(text, names)
         return found
 
     def _by_path(self, text: str) -> ChunkFile:
@@ -324,7 +347,8 @@ class RootView:
 
 
 def _is_arch(entry: os.DirEntry[str]) -> bool:
-    if entry.name.startswith(".") or entry.name == "lost+found":  # of mkfs: only root may list it
+    # Of mkfs, which only root may list; and what a shell would take for an option.
+    if entry.name.startswith((".", "-")) or entry.name == "lost+found":
         return False
     return entry.is_dir(follow_symlinks=False)
 
@@ -341,14 +365,10 @@ def _may_mean(text: str, one: Namespace) -> bool:
     )
 
 
-def _ambiguous(text: str, names: list[str]) -> str:
+def _ambiguous(text: str, names: list[str]) -> UsageError:
     more = f" and {len(names) - _MAX_CANDIDATES} more" if len(names) > _MAX_CANDIDATES else ""
     shown = ", ".join(show(name) for name in names[:_MAX_CANDIDATES])
-    # A model whose whole name is the beginning of another's: MODEL@ is it alone.
-    own = text.replace("/", "--")
-    whole = any(f"{before}{own}@" in name for before in ("/", "--") for name in names)
-    example = f", such as {show(text)}@" * whole
-    return f"{show(text)}: {AMBIGUOUS} {shown}{more}; give more of it{example}"
+    return UsageError(f"{show(text)}: may be any of {shown}{more}; give more of it")
 
 
 def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:
@@ -375,21 +395,3 @@ def find_files(
                 continue
             found.append(file)
     return sorted(found, key=lambda file: file.path)
-
-
-def _in_turn(shards: AsyncIterator[Shard]) -> Iterator[Shard]:
-    """Let a walk run where nobody else is asynchronous."""
-    import asyncio
-
-    async def step() -> Shard | None:
-        return await anext(shards, None)
-
-    runner = asyncio.Runner()
-    try:
-        while (shard := runner.run(step())) is not None:
-            yield shard
-    finally:
-        # Its end closes `shards`. A loop that Ctrl-C has met in its own middle may wait for ever for a task
-        # whose turn is lost: nothing is waited for then, the command ends.
-        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            runner.close()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MAX_AGE_S = 100 * 366 * 86400
+_NAMESPACE = re.compile(r"^(.+)(@[0-9a-f]{16})$")
+_BESIDE = 60  # columns of a terminal, for what stands beside a name
 
 
 # --- where it goes ----------------------------------------------------------------------
@@ -104,15 +106,18 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
         else:
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", min_width=17 if "@" in name else None)
     return table
 
 
 def plain(text: str) -> Text:
     """Return a cell of a table that shows `text` as it is: brackets in it are no markup."""
-    from .cell import Name
+    from rich.text import Text
 
-    return Name(show(text))
+    shown = show(text)
+    if len(shown) > columns() - _BESIDE:  # the digest of a namespace stays whole
+        shown = _NAMESPACE.sub(r"\1\n\2", shown)
+    return Text(shown)
 
 
 @contextlib.contextmanager
@@ -127,13 +132,11 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn,
     )
 
-    from .speed import Speed
-
-    counted = (DownloadColumn(binary_units=True), Speed(iec)) if rate else (MofNCompleteColumn(),)
+    counted = DownloadColumn(binary_units=True) if rate else MofNCompleteColumn()
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        *counted,
+        counted,
         TimeRemainingColumn(),
         console=stderr(),
         transient=True,
@@ -186,25 +189,24 @@ def many(number: int, noun: str, nouns: str = "") -> str:
 
 def iec(nbytes: float) -> str:
     """Write bytes with an IEC unit and three digits: `512 B`, `1.50 KiB`, `12.3 MiB`, `456 GiB`."""
-    value, unit = float(nbytes), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if abs(value) < 999.5:
-            break
-        value, unit = value / 1024, bigger
-    if unit == "B":
-        return f"{int(value)} B"
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
+    return _three_digits(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
 def si(nbytes: float) -> str:
     """Write bytes with a unit of 1000, as storage is sold, and three digits: `131 kB`, `3.93 MB`."""
-    value, unit = nbytes / 1e3, "kB"
-    for bigger in ("MB", "GB", "TB"):
-        if value < 999.5:
+    return _three_digits(nbytes, 1000, ("kB", "MB", "GB", "TB"))
+
+
+def _three_digits(value: float, base: int, units: Sequence[str]) -> str:
+    unit = "B"
+    for bigger in units:
+        if abs(value) < 999.5:
             break
-        value, unit = value / 1e3, bigger
-    return f"{value:.3g} {unit}"
+        value, unit = value / base, bigger
+    if unit == "B":
+        return f"{int(value)} B"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
 
 
 def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:

@@ -11,21 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fskv.bounds.evict import Need, cutoff_ns
-from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Heartbeat, Limits, Scope, scopes
-from fskv.bounds.shared_files import SharedFiles
 from fskv.index.scan import Part
 from fskv.index.snapshot import Catalogue
 from fskv.index.tally import Count, tally
-from fskv.root.filesystem import Space
 from fskv.root.process_id import is_orphan
 
-from .neighbours import living_heartbeats, usage_now
+from .neighbours import bounds_of
 from .pruning import forecast
 from .root_view import Namespace
 
-# (architecture, namespace, tenant, kind of KV group); None: of all.
-Key = tuple[str | None, str | None, str | None, str | None]
+# (namespace, tenant, kind of KV group); None: of all.
+Key = tuple[str | None, str | None, str | None]
 
 
 @dataclass(slots=True)
@@ -74,7 +70,8 @@ class RootUsage:
         self._ages_s = ages_s
         self._now_ns = time.time_ns()  # our own clock, since nothing is written here
         self._edges_ns = [self._now_ns - int(age_s * 1e9) for age_s in ages_s]
-        self._catalogues: list[Catalogue] = []
+        self._nbytes = 0  # of all, with parts
+        self._ours: list[Catalogue] = []  # of namespaces that are not damaged
         self.ages = [age_text(age_s) for age_s in ages_s]
         self.total = Count(unused=[(0, 0)] * len(ages_s))
         self.namespaces: list[NamespaceUsage] = []
@@ -93,8 +90,8 @@ class RootUsage:
                 usage.num_foreign += shard.num_foreign
                 seen(number, shard.idx)
             self.namespaces.append(usage)
-            self._catalogues.append(catalogue)
-        self.space = Space.of(self._root)
+            self._nbytes += catalogue.nbytes
+            self._ours += [catalogue] if one.problem is None else []
         self.bounds = bounds_of(self._root, self._now_ns)
 
     @property
@@ -120,39 +117,21 @@ class RootUsage:
         return dict(sorted(found.items(), key=lambda item: [text or "" for text in item[0]]))
 
     def targets(self) -> list[Target]:
-        """Return what a prune to each age and to each bound on the whole root would free."""
+        """Return what a prune to each age and to each bound on the whole root would free, if anything."""
         found = []
         for age_s in self._ages_s:
             before_ns = cutoff_ns(self._now_ns, age_s)
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
-        total = sum(catalogue.nbytes for catalogue in self._catalogues)
         found += [
-            self._target(f"--max-size {size_text(scope.limit)}", max(0, total - scope.limit), None)
+            self._target(f"--max-size {size_text(scope.limit)}", self._nbytes - scope.limit, None)
             for scope in self.bounds.scopes
             if scope.kind == "root"
         ]
-        return found
+        return [one for one in found if one.num_files]
 
     def _target(self, option: str, nbytes: int, before_ns: int | None) -> Target:
-        gone = forecast(self._catalogues, Need(nbytes, before_ns=before_ns))
+        gone = forecast(self._ours, Need(nbytes, before_ns=before_ns))
         return Target(option, sum(one.num_files for one in gone), sum(one.nbytes for one in gone))
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What living engines and watchers say of the root."""
-
-    scopes: list[Scope]
-    heartbeats: list[Heartbeat]
-    counted_at_ns: int | None
-
-
-def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
-    """Return the bounds that hold in a root, with `more` limits as of another watcher."""
-    beats, space = living_heartbeats(root, now_ns), Space.of(root)
-    watchers = [Heartbeat("", None, None, limits) for limits in more]
-    usage = usage_now(SharedFiles(f"{root}/{SHARED_DIR}"), [*beats, *watchers], space)
-    return Bounds(scopes(usage, space), beats, usage.at_ms * 1_000_000 or None)
 
 
 def age_text(age_s: float) -> str:

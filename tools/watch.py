@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import LOOK_S, Maintainer, Seen
 from fskv.errors import FskvError
 from fskv.root.process_id import unique_name
@@ -34,7 +34,6 @@ from .terminal import iec, say
 
 _AWAIT_S = 2.0  # between looks for a root that is not there yet
 _LEAVE_S = 10.0  # for the heartbeat and the lease; the root does not answer then
-_TOLD_S = 60.0  # how often what was pruned is said
 
 
 class _Said(logging.Handler):
@@ -91,14 +90,14 @@ class Watcher:
             raise CommandError(f"ended: {self._failure!r}")
 
     def _wait(self, thread: threading.Thread, stop: threading.Event) -> None:
-        told_at, held = float("-inf"), False
+        """Wait for a signal, and say who counts and prunes when that changes."""
+        held = None
         while not stop.wait(0.2) and thread.is_alive():
             seen = self._seen
-            if seen is None or seen.usage is None:
-                continue
-            if seen.holder != held or time.monotonic() - told_at > _TOLD_S:
-                told_at, held = time.monotonic(), seen.holder
-                say(_sentence(seen, seen.usage))
+            if seen is not None and seen.usage is not None and seen.holder != held:
+                held = seen.holder
+                size = f"{iec(seen.usage.nbytes)} in {seen.usage.num_files:,} files"
+                say(f"{size}: {'this' if held else 'another'} process counts and prunes")
 
     # --- on the thread that touches the root --------------------------------------------------
 
@@ -115,9 +114,11 @@ class Watcher:
     def _await_root(self) -> RootView | None:
         """Return the root once it is there; None where a signal came first."""
         while not self._stop.is_set():
-            view = _opened(self._root)
-            if view is not None:
-                return view
+            try:
+                return RootView.open(self._root)
+            except NotARoot:
+                if not _may_become_a_root(self._root):
+                    raise
             if self._answered_at is None:
                 say(f"waiting for an fskv root at {self._root}: no engine has made one yet")
             self._answered_at = time.monotonic()
@@ -138,27 +139,13 @@ class Watcher:
             maintainer.close()
 
 
-def _opened(path: str) -> RootView | None:
-    """Open a root; None where an engine may yet make one: nothing is there, or an empty directory.
-
-    Raises NotARoot for all else.
-    """
+def _may_become_a_root(path: str) -> bool:
+    """Whether an engine may yet make one there: nothing is there, or an empty directory."""
+    with contextlib.suppress(FskvError):
+        Root.open(path, create=True, writable=False)  # passes over an empty directory
+        return True
     try:
-        return RootView.open(path)
-    except NotARoot:
-        with contextlib.suppress(FskvError):
-            Root.open(path, create=True, writable=False)  # passes over an empty directory
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(path)
-            raise
-    return None
-
-
-def _sentence(seen: Seen, usage: Usage) -> str:
-    """Say what was seen, for a person."""
-    who = "counts and prunes" if seen.holder else "another process counts and prunes"
-    return (
-        f"{iec(usage.nbytes)} in {usage.num_files:,} files, {iec(seen.space.free_nbytes)} free;"
-        f" {who}: {iec(usage.pruned_nbytes)} in {usage.pruned_files:,} files pruned so far"
-    )
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    return False

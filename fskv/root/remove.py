@@ -212,10 +212,13 @@ def sweep(
             yield place.remove(name, judge)
 
 
-def remove_namespace(root: str, path: str, judge: Judge = _ANYTHING) -> Outcome:
+def remove_namespace(
+    root: str, path: str, judge: Judge = _ANYTHING, *, damaged: bool = False
+) -> Outcome:
     """Remove a namespace in which no chunk is left; it STAYS where there is anything else in it.
 
-    Its manifest goes last, and is put back where a writer has come meanwhile.
+    Its manifest goes last, and is put back where a writer has come meanwhile. The manifest of a `damaged`
+    namespace may be anything or nothing. It goes for good: a link itself, never the file behind it.
     """
     for name in (CHUNK_DIR, TMP_DIR):
         found = remove_directory(root, f"{path}/{name}")
@@ -227,13 +230,17 @@ def remove_namespace(root: str, path: str, judge: Judge = _ANYTHING) -> Outcome:
             if found.fate is Fate.FAILED:
                 return found
         try:
-            if place.names() != [MANIFEST_FILE]:
+            names, manifest, mode = place.names(), b"", 0
+            if names != [MANIFEST_FILE] and not (damaged and not names):
                 return Outcome(path, Fate.STAYS)
-            with regular_file(MANIFEST_FILE, dir_fd=place.fd) as file:
-                manifest, mode = file.read(MAX_MANIFEST_NBYTES), stat.S_IMODE(file.info.st_mode)
-            os.unlink(MANIFEST_FILE, dir_fd=place.fd)
+            if not damaged:
+                with regular_file(MANIFEST_FILE, dir_fd=place.fd) as file:
+                    manifest, mode = file.read(MAX_MANIFEST_NBYTES), stat.S_IMODE(file.info.st_mode)
+            for name in names:
+                take = os.rmdir if stat.S_ISDIR(place.stat(name).st_mode) else os.unlink
+                take(name, dir_fd=place.fd)
             found = remove_directory(root, path, judge)
-            if not found.is_gone:
+            if not (found.is_gone or damaged):
                 with publishing(MANIFEST_FILE, mode, dir_fd=place.fd, exclusive=True) as new:
                     new.write(manifest)
         except FileExistsError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
 import os
 import pathlib
 import re
@@ -18,14 +17,12 @@ import subprocess
 import sys
 
 import pytest
-from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-from world import make_identity, state_of, wait_for
+from tool_lab import Lab, check_lines, key_of, run, spoil
 
 from fskv.index import scan
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
-from fskv_tools import root_view  # noqa: E402
 
 NAMES = [entry.name for entry in cli.COMMANDS]
 
@@ -38,16 +35,7 @@ def lab(tmp_path):
 # --- what all have in common ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_has_help_and_a_docstring_that_the_list_agrees_with(name):
-    done = run(name, "--help")
-    assert done.exit_code == 0
-    assert "Usage: fskv" in done.stdout or f" {name} " in done.stdout
-    (entry,) = [entry for entry in cli.COMMANDS if entry.name == name]
-    assert entry.help[-1] in ".?"
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_width_cuts_an_options_name(name, width):
     manual = importlib.import_module("fskv_tools.manual")
@@ -112,10 +100,14 @@ def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words)
     "words",
     [
         *("ls --fresh", "ls --chunks", "du", "verify"),
-        *("prune --unused-for 1d --dry-run", "rm org --dry-run"),
+        *("prune --unused-for 1d --dry-run", "rm org --dry-run", "copy --create --to {to}"),
     ],
 )
-def test_a_directory_that_cannot_be_listed_is_named_once_and_in_words(lab, monkeypatch, words):
+def test_a_directory_that_cannot_be_listed_is_named_once_and_in_words(
+    lab, tmp_path, monkeypatch, words
+):
+    (tmp_path / "to").mkdir()
+    words = words.format(to=tmp_path / "to")
     directory = os.path.dirname(lab.chunk(lab.namespace(), 1))
     deny_listing(monkeypatch, directory)
     done = run(*words.split(), root=lab.path)
@@ -148,59 +140,9 @@ def test_without_a_root_it_says_how_to_give_one():
     assert "--root" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "taken"), [("bench", "DIRECTORY"), ("plan", "MODEL")])
-def test_a_root_for_a_command_that_has_none_is_one_line_that_names_what_it_takes(lab, name, taken):
-    done = run(name, root=lab.path)
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"fskv: {name} has no --root; it takes [OPTIONS]" in done.stderr
-    assert taken in done.stderr
-    other = run(name, "--rot", "x")  # the control: any other option is typer's to refuse
-    assert (other.exit_code, "has no --root" in other.stderr) == (2, False)
-
-
-@pytest.mark.parametrize("words", [("--root", "/x", "ls"), ("--root=/x",)])
-def test_a_root_before_the_command_is_one_line_that_says_where_it_belongs(words):
-    done = run(*words)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == "fskv: --root belongs after the command: fskv COMMAND --root DIR\n"
-    other = run("--rot", "/x", "ls")  # the control: any other option is typer's to refuse
-    assert (other.exit_code, "belongs after" in other.stderr) == (2, False)
-
-
-def test_a_root_option_without_a_root_is_said():
-    done = run("ls", "--root")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "'--root' requires an argument" in done.stderr
-
-
 def test_the_root_may_come_from_the_environment(lab):
     lab.namespace()
     assert run("ls", "-q", env={"FSKV_ROOT": lab.path}).stdout.count("\n") == 1
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "foreign", "newer", "damaged", "a file"])
-def test_what_is_no_root_is_exit_10_and_one_sentence(tmp_path, kind):
-    path = tmp_path / "kv"
-    if kind != "missing":
-        path.mkdir()
-    if kind == "foreign":
-        (path / "holiday.jpg").write_bytes(b"")
-    if kind == "newer":
-        (path / "fskv.json").write_text('{"format": 2}')
-    if kind == "damaged":
-        (path / "fskv.json").write_text("")
-    if kind == "a file":
-        path.rmdir()
-        path.write_text("")
-    before = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
-    for name in ("ls", "du"):
-        done = fskv(name, root=path)
-        assert done.exit_code == 10, done.stderr
-        assert done.stdout == ""
-        assert len(done.stderr.strip().splitlines()) == 1
-        assert str(path) in done.stderr
-    after = sorted(os.listdir(tmp_path)), sorted(os.listdir(path)) if path.is_dir() else None
-    assert after == before
 
 
 BROKEN = '{\n "kv_connector": "FskvConnector",\n "timestamp": }\n'
@@ -224,32 +166,23 @@ def test_a_broken_json_file_is_one_line_that_names_file_line_and_column(lab, tmp
         assert f"{given}: no JSON: Expecting value: {where}" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("words", ["ls --chunks -q", "--help", "ls --help", "", "du"])
 @pytest.mark.parametrize("num_chunks", [1, 3000], ids=["in the buffer", "more than a buffer"])
-def test_the_reader_of_the_output_may_go_away(lab, num_chunks):
-    where = lab.namespace(pages=(16,))
-    lab.chunks(where, range(num_chunks))
-    words = [sys.executable, "-m", "fskv_tools", "ls", "--root", lab.path, "--chunks", "-q"]
+def test_the_reader_of_the_output_may_go_away(lab, words, num_chunks):
+    if num_chunks > 1 and words != "ls --chunks -q":
+        pytest.skip("as the other")
+    lab.chunks(lab.namespace(pages=(16,)), range(num_chunks))
     read, write = os.pipe()
     os.close(read)  # nobody has read anything
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "fskv_tools", *words.split()],
+        env={**os.environ, "FSKV_ROOT": lab.path},
+        stdout=write,
+        stderr=write if not words else subprocess.PIPE,
+        timeout=120,
+    )
     os.close(write)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_ctrl_c_is_exit_130_and_one_word(lab):
-    fifo = f"{lab.path}-trace"
-    os.mkfifo(fifo)
-    words = [sys.executable, "-m", "fskv_tools", "replay", fifo]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    with open(fifo, "w"):  # it is at work: it has opened its input
-        wait_for(
-            lambda: state_of(process.pid) == "S"
-        )  # it reads: a signal just before waits for more
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    assert len(err.splitlines()) == 1
+    assert (done.returncode, done.stderr or b"") == (141, b"")
 
 
 def completions(*words, **env):
@@ -270,38 +203,30 @@ def completions(*words, **env):
     return done.stdout.split()
 
 
-def test_a_shell_completes_commands_options_and_namespaces(lab, tmp_path):
-    where = lab.namespace()
-    assert completions("vers") == ["version"]
-    assert "--older-than" in completions("ls", "--older")
-    assert completions("ls", "org", FSKV_ROOT=lab.path) == [where.id.partition("/")[2]]
-    assert completions("ls", "--root", lab.path, "cpu") == [where.id]
-    assert completions("ls", "org", FSKV_ROOT=str(tmp_path / "nothing")) == []
-    assert completions("--vers") == ["--version"]
-
-
 @pytest.mark.parametrize(
     "words",
-    [
-        *("ls", "du", "verify", "rm", "explain"),
-        *("copy", "diff", "diff x", "prune --namespace"),
-    ],
+    [*("ls", "du", "verify", "rm", "explain", "copy"), *("diff", "diff x", "prune --namespace")],
 )
 def test_every_command_that_takes_a_namespace_completes_it(lab, words):
     """Negative control: what begins otherwise is not offered."""
-    where = lab.namespace()
+    where = lab.namespace(model_name="meta-llama/model")
     lab.namespace(model_name="other")
-    for begin, found in (("org", [where.id.partition("/")[2]]), ("nothing", [])):
+    name = where.id.partition("/")[2]
+    for begin, found in (
+        (where.id[:20], [where.id]),
+        ("meta-llama", [name]),
+        ("meta-llama/", [name.replace("--", "/", 1)]),
+        ("nothing", []),
+    ):
         assert completions(*words.split(), begin, FSKV_ROOT=lab.path) == found
+    found = completions(*words.split(), "meta-llama/", FSKV_ROOT=lab.path)[0]
+    assert run("ls", "-q", found, root=lab.path).stdout == f"{where.id}\n", "it is understood"
 
 
-@pytest.mark.parametrize("words", ["inspect", "rm"])
-def test_every_command_that_takes_a_chunk_completes_it(lab, words):
-    where = lab.namespace()
-    name = os.path.basename(lab.chunk(where, 1))[:32]
-    whole = f"{where.identity.digest16}/{name}"
-    for begin, found in ((name[:3], [name]), (whole[:20], [whole]), (name[:2] + "-", [])):
-        assert completions(*words.split(), begin, FSKV_ROOT=lab.path) == found
+def test_a_shell_completes_commands_and_options(lab, tmp_path):
+    assert completions("vers") == ["version"]
+    assert "--older-than" in completions("ls", "--older")
+    assert completions("ls", "org", FSKV_ROOT=str(tmp_path / "nothing")) == []
 
 
 def test_the_option_version_says_what_the_command_says():
@@ -331,6 +256,7 @@ def test_ls_counts_chunks_files_and_bytes_as_they_are_on_disk(lab):
 def test_ls_lists_chunks_in_any_order_and_no_more_than_asked_for(lab):
     where = lab.namespace()
     by_age = [lab.chunk(where, number, age_s=86400 * number) for number in range(20)]
+    spoil(lab, where)
     everything = run("ls", "--chunks", "--json", root=lab.path)
     assert {line["path"] for line in everything.lines[:-1]} == set(by_age)
     check_lines("ls", everything.lines)
@@ -369,36 +295,6 @@ def test_ids_that_are_printed_are_understood(lab, tmp_path):
     assert other.id in ambiguous.stderr
 
 
-def test_a_damaged_identity_is_a_problem_and_a_directory_that_cannot_be_listed_is_partial(lab):
-    bad = lab.namespace(model_name="org/bad")
-    good = lab.namespace()
-    lab.chunks(good, range(3))
-    manifest = f"{bad.directory.path}/namespace.json"
-    with open(manifest, "w", encoding="ascii") as file:
-        file.write('{"format": 1')
-    done = run("ls", "--json", root=lab.path)
-    assert done.exit_code == 1
-    assert [line["problem"] is None for line in done.lines[:-1]] == [False, True]
-    with open(manifest, "w", encoding="ascii") as file:
-        json.dump(make_identity(model_name="org/yet-another").to_manifest(), file)
-    assert "describes" in run("ls", root=lab.path).stderr
-
-
-def test_a_root_full_of_strange_entries_is_listed_and_left_alone(lab):
-    where = lab.namespace()
-    paths = lab.chunks(where, range(10))
-    strange = spoil(lab, where)
-    before = {os.fsencode(path): os.lstat(path) for path in strange}
-    for options in ((), ("--chunks",), ("--fresh", "--json"), ("--chunks", "-q")):
-        done = fskv("ls", *options, root=lab.path)
-        assert done.exit_code == 0, done.stderr
-        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    listed = run("ls", "--chunks", "--json", root=lab.path)
-    assert {line["path"] for line in listed.lines[:-1]} == set(paths)
-    for path, info in before.items():
-        assert os.lstat(path).st_ino == info.st_ino
-
-
 @pytest.mark.parametrize(
     ("words", "redirection", "code"),
     [
@@ -430,27 +326,11 @@ def test_an_empty_name_is_not_the_only_namespace(lab, words):
     assert all(os.path.exists(path) for path in paths)
 
 
-def test_a_model_may_be_named_as_the_engine_was_given_it(lab):
-    longer = lab.namespace(model_name="org/small-instruct")
-    small = lab.namespace(model_name="org/small")
-    done = run("ls", "--path", "org/small-i", root=lab.path)
-    assert done.stdout.strip() == longer.directory.path
-    done = run("diff", "small", small.id, root=lab.path)  # negative control: the beginning of both
-    assert done.exit_code == 2
-    advice = done.stderr.strip().rpartition("such as ")[2]
-    assert run("ls", "--path", advice, root=lab.path).stdout.strip() == small.directory.path
-    assert run("ls", "org/smaller", root=lab.path).exit_code == 2
-
-
 @pytest.mark.parametrize("words", [("doctor", "--timeout"), ("top", "--once", "--interval")])
 def test_no_number_of_seconds_is_a_usage_error(lab, words):
     for text in ("nan", "-nan", "inf", "-5"):
         done = run(*words, text, root=lab.path)
         assert (done.exit_code, "Traceback" in done.stderr) == (2, False), text
-
-
-def test_a_size_of_thousands_of_digits_is_a_usage_error(lab):
-    assert run("prune", "--max-size", "9" * 5000, "-n", root=lab.path).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -511,43 +391,6 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path):
         assert (b"Traceback" in done.stderr) is traceback
 
 
-def test_where_no_identity_can_be_read_it_is_said_and_so_is_what_removes_it(lab):
-    """Negative control: a root without a namespace has none."""
-    words = ("explain", "--tokens", "[1, 2, 3]")
-    assert "no engine has stored anything" in run(*words, root=lab.path).stderr
-    bad = lab.namespace()
-    lab.chunks(bad, range(3))
-    pathlib.Path(bad.directory.path, "namespace.json").write_text("{")
-    done = run(*words, root=lab.path)
-    assert done.exit_code == 1
-    assert "namespace.json: no JSON" in done.stderr
-    assert "no engine has stored" not in done.stderr
-    for command in (words, ("prune", "-n"), ("prune", "--max-size", "1", "-n")):
-        assert "`fskv rm`" in run(*command, root=lab.path).stderr
-    for options in (("--chunks",), ("-q",), ("-q", "--chunks"), ("--chunks", "--json")):
-        done = run("ls", *options, root=lab.path)
-        assert (done.exit_code, "namespace.json" in done.stderr) == (1, True)
-    assert run("rm", bad.id, "--yes", root=lab.path).exit_code == 0
-    assert not os.path.exists(bad.directory.path)
-
-
-@pytest.mark.parametrize("readable", [False, True])
-def test_a_directory_of_chunks_that_cannot_be_listed_is_what_was_not_done(
-    lab, tmp_path, monkeypatch, readable
-):
-    """Negative control: where it can be listed, all is well."""
-    where = lab.namespace()
-    lab.chunks(where, range(3))
-    (tmp_path / "to").mkdir()
-    if not readable:
-        cannot = root_view.Unlistable(f"{where.directory.path}/chunks/abc", "Permission denied")
-        real = root_view.Namespace.walk
-        monkeypatch.setattr(root_view.Namespace, "walk", lambda one: [*real(one), cannot])
-    done = run("copy", "--to", tmp_path / "to", "--create", root=lab.path)
-    assert done.exit_code == (0 if readable else 3), done.stderr
-    assert ("cannot be listed" in done.stderr) is not readable
-
-
 @pytest.mark.parametrize("forbidden", ["\n", "\x1b[2J", "\x9b2J"])
 def test_a_name_forges_no_line_and_moves_no_cursor(lab, monkeypatch, forbidden):
     """Names that a neighbour chose: all that `fskv` prints is its own."""
@@ -578,50 +421,21 @@ def test_a_name_forges_no_line_and_moves_no_cursor(lab, monkeypatch, forbidden):
             assert not [line for line in lines if line.startswith("FORGED")], words
 
 
-def test_a_chunks_name_takes_three_digits_and_that_is_said(lab):
-    where = lab.namespace()
-    lab.chunks(where, range(20))
-    name = os.path.basename(lab.chunk(where, 1))[:32]
-    for words in (("inspect",), ("rm", "-n")):
-        for text in (name[:2], f"{where.identity.digest16}/{name[:1]}"):
-            done = run(*words, text, root=lab.path)
-            assert done.exit_code == 2
-            assert "of a chunk's name it takes three digits at least" in done.stderr
-        # The control: as many digits as are unique.
-        assert run(*words, name[:12], root=lab.path).exit_code == 0
-    assert "three digits" not in run("inspect", "nothing", root=lab.path).stderr
-
-
 def test_what_may_be_several_chunks_is_not_said_to_be_none(lab):
     where = lab.namespace()
     one, other = (os.path.dirname(lab.chunk(where, number)) for number in (1, 2))
     for path in os.listdir(other):
         os.rename(f"{other}/{path}", f"{one}/{os.path.basename(one)}{path[3:]}")
-    for words in (("inspect",), ("rm", "-n")):
-        done = run(*words, os.path.basename(one), root=lab.path)
-        assert done.exit_code == 2
-        assert "may be any of" in done.stderr
+    assert "may be any of" in run("inspect", os.path.basename(one), root=lab.path).stderr
+    done = run("inspect", os.path.basename(one)[:2], root=lab.path)
+    assert (done.exit_code, "three digits" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_word_for_a_namespace_and_for_chunks_removes_neither(lab, number):
-    """Negative control: 0 chunks of that beginning."""
-    where = lab.namespace()
-    word = where.identity.digest16[:3]
-    shard = f"{where.directory.path}/chunks/{word}"
-    os.makedirs(shard)
-    for digit in range(number):
-        os.rename(lab.chunk(where, digit), f"{shard}/{word}{digit:029}.g0.kv")
-    done = run("rm", "--yes", word, root=lab.path)
-    assert done.exit_code == (2 if number else 0), done.stderr
-    assert os.path.exists(where.directory.path) is bool(number)
-
-
-def test_any_unique_beginning_names_a_namespace(lab, tmp_path):
+def test_any_unique_beginning_names_a_namespace_and_a_whole_name_its_model(lab, tmp_path):
     """As README says it: of the model, or of the digest."""
     where = lab.namespace(model_name="org/small", hash_seed="default")
     lab.chunks(where, range(3))
-    other = lab.namespace(model_name="org/large", hash_seed="default").id
+    other = lab.namespace(model_name="org/small-instruct", hash_seed="default").id
     to = tmp_path / "to"
     to.mkdir()
     commands = (
@@ -631,13 +445,11 @@ def test_any_unique_beginning_names_a_namespace(lab, tmp_path):
         ("prune", "--max-size", "1GiB", "-n", "--namespace"),
     )
     for words in commands:
-        for text in ("sm", where.identity.digest16[:5], where.id[:-3]):
+        for text in ("small", "org/small", where.identity.digest16[:5], where.id[:-3]):
             done = run(*words, text, root=lab.path)
             assert done.exit_code in (0, 1), (words, done.stderr)
             assert other not in done.stdout or words[0] == "diff", words
-        # The control: a beginning of both.
-        assert run(*words, "org", root=lab.path).exit_code == 2 or words[0] in LISTS
+        # The control: a beginning of both models.
+        several = words[0] in ("ls", "du", "verify", "copy")
+        assert run(*words, "smal", root=lab.path).exit_code == 2 or several
         assert run(*words, "xy", root=lab.path).exit_code == 2
-
-
-LISTS = {"ls", "du", "verify", "copy"}  # of several namespaces, too

@@ -123,17 +123,21 @@ def test_a_command_that_looks_says_what_it_finds_and_changes_nothing(kind, name,
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_what_is_no_root_is_exit_10_for_every_command(name, tmp_path, out):
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "fskv.json").write_text('{"format": 2}')
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "holiday.jpg").write_bytes(b"")
-    for path in (tmp_path / "missing", newer, foreign):
+    roots = [
+        tmp_path / kind for kind in ("missing", "empty", "newer", "damaged", "foreign", "file")
+    ]
+    for path in roots[1:-1]:
+        path.mkdir()
+    (tmp_path / "newer" / "fskv.json").write_text('{"format": 2}')
+    (tmp_path / "damaged" / "fskv.json").write_text("")
+    (tmp_path / "foreign" / "holiday.jpg").write_bytes(b"")
+    (tmp_path / "file").write_text("")
+    for path in roots:
         before = content(tmp_path)
         done = run(*words(name, None, out), root=path)
         check(name, done)
-        expected = 1 if name == "doctor" else 10  # to doctor it is a finding
+        # To doctor it is a finding, unless an engine would make it a root.
+        expected = (path.name != "empty") if name == "doctor" else 10
         assert done.exit_code == expected, (path, done)
         assert content(tmp_path) == before
         assert path.name != "missing" or not path.exists()

@@ -77,16 +77,6 @@ def test_negative_control_without_the_limit_every_namespace_is_a_series(monkeypa
     assert len(families["fskv_root_limit_bytes"].samples) == 302
 
 
-def test_before_the_root_has_answered_there_is_its_name_and_how_long_it_has_not():
-    collector = exporter.RootCollector(lambda: exporter.Watched(None, 31.0), "/mnt/kv")
-    found = {family.name: family.samples[0].value for family in collector.collect()}
-    assert found == {
-        "fskv_root_info": 1.0,
-        "fskv_root_last_step_age_seconds": 31.0,
-        "fskv_root_lease_held": 0.0,
-    }
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 def test_connections_that_say_nothing_end_and_cost_no_scrape(address, capfd, monkeypatch):
     monkeypatch.setattr(exporter, "_IDLE_S", 2.0)

@@ -18,7 +18,6 @@ COMMANDS = pytest.mark.parametrize(
     [
         ("rm", "NAMESPACE"),
         ("prune", "--max-size", "1B"),
-        ("rm", "--unused-for", "1h"),
         ("verify", "--remove-bad"),
     ],
     ids=" ".join,

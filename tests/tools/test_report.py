@@ -376,7 +376,7 @@ def test_a_hundred_thousand_files_are_sampled_alike_and_not_held(lab, monkeypatc
     lab.namespace()
     peaks = []
     for count in (80, 400):
-        monkeypatch.setattr(Namespace, "shards", shards(count))
+        monkeypatch.setattr(Namespace, "walk", shards(count))
         tracemalloc.start()
         found = survey.walk(RootView.open(lab.path))
         peaks.append(tracemalloc.get_traced_memory()[1])

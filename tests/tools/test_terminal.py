@@ -74,7 +74,7 @@ def test_a_narrow_terminal_breaks_no_word(tmp_path, monkeypatch, words):
     assert longest[0] > 60 >= longest[1], narrow
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", [60, 80, 140])
 def test_a_listing_fits_and_every_digest_stays_whole(lab, columns):
     lines = on_terminal(columns, "ls", "--root", lab.path)
     assert max(map(cell_len, lines)) <= columns

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from fskv import namespace
-from fskv.namespace import Absent
+from fskv.namespace import Absent, Identity
 
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
 from ..options import JsonOption, complete_namespace, root_option
-from ..recorded import Recorded, resolve
+from ..recorded import resolve
 from ..terminal import emit, fill, show
 
 LINES = {
@@ -59,28 +59,39 @@ def command(
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
     one, other = resolve(a, root), resolve(b, root)
-    found = reasons(one.identity, other.identity)
+    found = reasons(one, other)
     if quiet:
         for reason in found:
             print(reason.field)
     elif as_json:
         _emit(one, other, found)
     elif found:
-        print_reasons(one, other, found)
+        _print(one, other, found)
     else:
-        print(f"{show(one.id)}: both are this one namespace, so they share everything in it")
+        print(
+            f"{show(namespace.directory(one))}: both are this one namespace, so they share everything in it"
+        )
     raise typer.Exit(Exit.PROBLEMS if found else Exit.OK)
 
 
-def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
+def _two_models(found: list[Reason]) -> bool:
+    """Whether both the name and the weights differ: no option makes other KV of a model's KV."""
+    return {"model_name", "weights"} <= {reason.field for reason in found}
+
+
+def _print(one: Identity, other: Identity, found: list[Reason]) -> None:
     """Print the headline, a paragraph for each reason, and the values that differ."""
-    print(f"A  {show(one.id)}")
-    print(f"B  {show(other.id)}\n")
+    print(f"A  {show(namespace.directory(one))}")
+    print(f"B  {show(namespace.directory(other))}\n")
     print(fill(headline(found)))
+    if _two_models(found):
+        print(
+            fill("Name and weights differ: these are two models, and no option makes them share.")
+        )
     for reason in found:
-        print()
-        print(reason.field)
-        print(fill(reason.meaning, 2))
+        print(f"\n{reason.field}")
+        if not _two_models(found):
+            print(fill(reason.meaning, 2))
         for line in namespace.explain(list(reason.differences), "A", "B")[:_MAX_PATHS]:
             print(fill(line, 4))
         if len(reason.differences) > _MAX_PATHS:
@@ -90,8 +101,7 @@ def print_reasons(one: Recorded, other: Recorded, found: list[Reason]) -> None:
 _MAX_PATHS = 12
 
 
-def emit_reasons(found: list[Reason]) -> None:
-    """Print a JSON line for each reason."""
+def _emit(one: Identity, other: Identity, found: list[Reason]) -> None:
     for reason in found:
         emit(
             "difference",
@@ -108,14 +118,10 @@ def emit_reasons(found: list[Reason]) -> None:
                 for each in reason.differences
             ],
         )
-
-
-def _emit(one: Recorded, other: Recorded, found: list[Reason]) -> None:
-    emit_reasons(found)
     emit(
         "summary",
-        a=one.id,
-        b=other.id,
+        a=namespace.directory(one),
+        b=namespace.directory(other),
         equal=not found,
         headline=headline(found) if found else None,
         fields=len(found),

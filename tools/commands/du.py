@@ -17,6 +17,7 @@ from ..root_view import RootView
 from ..terminal import (
     age_option,
     ago,
+    columns,
     emit,
     fill,
     iec,
@@ -38,8 +39,7 @@ _COUNTS = {
 }
 LINES = {
     "use": {
-        "by": "`namespace`, `arch`, `tenant` or `group`",
-        "arch": "with `arch` and `namespace`, else null",
+        "by": "`namespace`, `tenant` or `group`",
         "namespace": "ARCH/MODEL@DIGEST, with `namespace`, else null",
         "tenant": "with `tenant` and `namespace`; null also for none",
         "group": "with `group`: the kind of KV group, such as `full`; `unknown` without a good identity",
@@ -86,7 +86,6 @@ LINES = {
 
 class By(StrEnum):
     NAMESPACE = "namespace"
-    ARCH = "arch"
     TENANT = "tenant"
     GROUP = "group"
 
@@ -94,10 +93,9 @@ class By(StrEnum):
 def _key(by: By, usage: NamespaceUsage, group: int) -> Key:
     one = usage.namespace
     return {
-        By.NAMESPACE: (one.arch, one.id, one.tenant, None),
-        By.ARCH: (one.arch, None, None, None),
-        By.TENANT: (None, None, one.tenant, None),
-        By.GROUP: (None, None, None, usage.kind(group)),
+        By.NAMESPACE: (one.id, one.tenant, None),
+        By.TENANT: (None, one.tenant, None),
+        By.GROUP: (None, None, usage.kind(group)),
     }[by]
 
 
@@ -116,11 +114,10 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what takes how much room, by namespace, architecture, tenant and kind of KV group.
+    """Show what takes how much room, by namespace, tenant and kind of KV group.
 
     Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
-    free. Every file is looked at, so that last uses are those of now. `fskv prune` lists foreign entries and
-    removes garbage.
+    free. Every file is looked at, so that last uses are those of now. `fskv prune` removes garbage.
 
     Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.
     """
@@ -144,11 +141,11 @@ def command(
 
 def _print(root: str, usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        if len(rows) > (by not in (By.NAMESPACE, By.GROUP)) or len(tables) == 1:
+        if len(rows) > (by is By.TENANT) or len(tables) == 1:
             _print_table(by, rows, usage)
     for one in usage.namespaces:
         _print_garbage(one)
-    space = usage.space
+    space = usage.bounds.space
     free = "does not say how much is free"
     if space.total_nbytes:
         share = space.free_nbytes / space.total_nbytes
@@ -160,7 +157,9 @@ def _print(root: str, usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> N
         used = f"{iec(scope.used)} of {iec(scope.limit)} in use"
         _line("bound", f"{scope.kind}{name}: {used}")
     if beats := usage.bounds.heartbeats:
-        _line("engines", f"{len(beats):,}, last counted {ago(usage.bounds.counted_at_ns)}")
+        engines = sum(beat.namespace is not None for beat in beats)
+        living = f"{many(engines, 'engine')}, {many(len(beats) - engines, 'watcher')}"
+        _line("alive", f"{living}, last counted {ago(usage.bounds.counted_at_ns)}")
     prune = f"fskv prune --root {shlex.quote(root)}"
     for target in usage.targets():
         files = many(target.num_files, "file")
@@ -172,16 +171,28 @@ def _line(name: str, text: str) -> None:
 
 
 def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
-    numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
-    table = new_table(by.value.upper(), *numbers, right=numbers)
-    for key, count in rows.items():
-        name = key[1] or next((text for text in key if text), "-")
-        table.add_row(*map(plain, [name, *_cells(count)]))
+    named = [(next((text for text in key if text), "-"), count) for key, count in rows.items()]
     if len(rows) > 1 and by is By.NAMESPACE:
-        table.add_section()
-        name = many(len(rows), "namespace")
-        table.add_row(*map(plain, [name, *_cells(usage.total)]))
+        damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
+        named.append((many(len(rows), "namespace") + damaged, usage.total))
+    numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
+    if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
+        for name, count in named:
+            print(fill(name))
+            files, on_disk, *unused = _cells(count)
+            print(fill(f"{files} files, {on_disk} on disk", 2))
+            each = map(" ".join, zip(usage.ages, unused, strict=True))
+            print(fill(f"unused: {', '.join(each)}", 2))
+        return
+    table = new_table(by.value.upper(), *numbers, right=numbers)
+    for name, count in named:
+        if count is usage.total:
+            table.add_section()
+        table.add_row(*map(plain, [name, *_cells(count)]))
     print_table(table)
+
+
+_MIN_COLUMNS = 80
 
 
 def _cells(count: Count) -> list[str]:
@@ -217,8 +228,8 @@ def _counts(count: Count, ages: list[str]) -> dict[str, object]:
 
 def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        for (arch, namespace, tenant, group), count in rows.items():
-            names = {"arch": arch, "namespace": namespace, "tenant": tenant, "group": group}
+        for (namespace, tenant, group), count in rows.items():
+            names = {"namespace": namespace, "tenant": tenant, "group": group}
             emit("use", by=by.value, **names, **_counts(count, usage.ages))
     for one in usage.namespaces:
         emit(
@@ -232,7 +243,7 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
             problem=one.namespace.problem,
             unlistable=one.unlistable,
         )
-    space = usage.space
+    space = usage.bounds.space
     emit(
         "filesystem",
         nbytes=space.total_nbytes,

@@ -19,7 +19,7 @@ from ..check.anatomy import Body, Place, Row, Span
 from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
-from ..options import JsonOption, QuietOption, complete_chunk, root_option
+from ..options import JsonOption, QuietOption, root_option
 from ..root_view import RootView
 from ..terminal import emit, iec, last_use, rfc3339, say, show
 
@@ -71,7 +71,6 @@ def command(
         str,
         typer.Argument(
             metavar="KEY|PATH",
-            autocompletion=complete_chunk,
             help="A chunk as `ls --chunks` names it, the engine's key in hex, or a path of any file.",
         ),
     ],

@@ -262,7 +262,7 @@ def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
     elif rows:
         _print_namespaces(rows, total)
     else:
-        say("no namespace that is asked for")
+        say("found no namespace")
 
 
 def _print_namespaces(rows: list[_Row], total: _Total) -> None:
@@ -276,7 +276,9 @@ def _print_namespaces(rows: list[_Row], total: _Total) -> None:
         table.add_row(*map(plain, cells))
     if len(rows) > 1:
         table.add_section()
-        cells = [many(len(rows), "namespace"), "", *[""] * tenants]
+        damaged = sum(row.namespace.problem is not None for row in rows)
+        name = many(len(rows), "namespace") + f", {damaged:,} damaged" * bool(damaged)
+        cells = ["", name, *[""] * tenants]
         table.add_row(*map(plain, [*cells, f"{total.chunks:,}", iec(total.nbytes), ""]))
     print_table(table)
 

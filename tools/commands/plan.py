@@ -121,7 +121,7 @@ def command(
             raise UsageError(
                 "a namespace has its engine's own settings: expected none of them here"
             )
-        engine = of_namespace(resolve(model, None).identity, interval)
+        engine = of_namespace(resolve(model, None), interval)
     else:
         path = os.path.join(model, "config.json") if os.path.isdir(model) else model
         engine = of_model(path, request, hybrid_chunk_size)

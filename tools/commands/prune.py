@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
-from fskv.bounds.evict import Pruned
+from fskv.bounds.evict import Pruned, orphaned
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
+from fskv.root.process_id import GRACE_S
 from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
@@ -22,12 +25,10 @@ from ..interrupt import stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
-from ..removal import NAMESPACE, Garbage, foreign
 from ..root_view import Namespace, RootView
 from ..terminal import (
     age_option,
     confirm,
-    duration,
     emit,
     iec,
     last_use,
@@ -42,7 +43,6 @@ from ..terminal import (
     size_option,
     tell,
     tell_failure,
-    walk_progress,
 )
 
 LINES = {
@@ -53,12 +53,7 @@ LINES = {
         "oldest_use": "the least recent last use among them, or null",
         "newest_use": "the most recent last use among them, or null",
     },
-    "garbage": {
-        "what": "`part` of a writer that is gone, or dead `namespace`",
-        "path": "its path",
-        "nbytes": "bytes on disk",
-    },
-    "foreign": {"path": "an entry that fskv did not make; it stays"},
+    "part": {"path": "a part of a writer that is gone", "nbytes": "bytes on disk"},
     "failure": {"path": "what could not be listed or removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -69,18 +64,14 @@ LINES = {
         "removed_files": "chunk files that went",
         "removed_nbytes": "bytes on disk of these",
         "used_meanwhile": "files that had been used since they were seen, and got a new turn",
-        "garbage": "things that nobody needs, which were to go",
-        "garbage_removed": "things of these that went",
-        "foreign": "entries that fskv did not make",
+        "planned_parts": "parts of writers that are gone, which were to go",
+        "removed_parts": "parts of these that went",
+        "removed_parts_nbytes": "bytes on disk of these",
         "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "reached": "whether what was asked for is reached; null where nothing was carried out",
         "interrupted": "whether a signal ended it",
     },
-}
-_WORDS = {
-    PART: ("part of a writer that is gone", "parts of writers that are gone"),
-    NAMESPACE: ("namespace without chunks", "namespaces without chunks"),
 }
 
 
@@ -109,12 +100,8 @@ def command(
         typer.Option(
             metavar="NAMESPACE",
             autocompletion=complete_namespace,
-            help="Only this namespace; may be repeated.",
+            help="Only this namespace, or those of this model; may be repeated.",
         ),
-    ] = None,
-    tenant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TENANT", help="Only this tenant's namespaces; may be repeated."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on until a signal ends it.", show_default=False)
@@ -146,27 +133,27 @@ def command(
     used within AGE. A share (10%) is of the file system, of inodes too. --max-size and --free are of the
     chosen namespaces together.
 
-    Nobody needs a part whose writer is provably gone or that is older than an hour, an empty directory of
-    chunks, and a namespace that has no chunk, no living engine and is older than an hour. These go with every
-    target, and alone without one; not with --namespace or --tenant. What fskv did not make is listed and
-    never removed.
+    Nobody needs a part whose writer is provably gone or that is older than an hour. These go with every
+    target, and alone without one; not with --namespace. An engine or a watcher removes empty
+    namespaces and directories. What fskv did not make stays, and so does a damaged namespace: it counts, and
+    `fskv rm` removes it.
 
-    With --watch it runs until SIGTERM or SIGINT, beside any number of engines and other watchers: one of them
-    counts and prunes for all. The limits hold for the engines too while it runs, and the smallest of all
-    counts. Run it as the user that the engines run as. Where there is no directory or an empty one, it waits
-    until an engine has made a root of it; the metrics are up by then.
+    With --watch it runs until SIGTERM or SIGINT (Ctrl-C), and ends with exit code 0 then. Any number of
+    engines and other watchers may run beside it: one of them counts and prunes for all. The limits hold for
+    the engines too while it runs, and the smallest of all counts. Run it as the user that the engines run as.
+    Where there is no directory or an empty one, it waits until an engine has made a root of it; the metrics
+    are up by then.
 
     Exit code 3 if something could not be removed or listed, or the target was not reached.
     """
     limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
     nbytes = 0 if free is None else size_option("--free", free)
-    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace or tenant)
+    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace)
     if watch:
-        once = is_chosen or nbytes or dry_run or as_json
-        if once or not has_target:
-            expected = "without --namespace, --tenant, --free, --dry-run and --json" if once else ""
+        if is_chosen or nbytes or dry_run or as_json or not has_target:
             raise UsageError(
-                f"--watch: expected a limit such as --max-size SIZE {expected}".strip()
+                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --free, "
+                "--dry-run and --json"
             )
         _watch(root, limits, metrics_address, metrics_port, yes)
         return
@@ -176,8 +163,9 @@ def command(
         raise UsageError("found no target, expected one such as --max-size SIZE")
     view = RootView.open(root)
     _check_keep_free(view, limits)
-    prune = _Prune(view, _chosen(view, namespace, tenant), limits, nbytes, is_chosen, as_json)
-    if prune.run(dry_run=dry_run, yes=yes):
+    chosen = [one for name in namespace or () for one in view.of_one_model(name)]
+    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits, nbytes)
+    if _Prune(plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
 
@@ -219,74 +207,48 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
         )
 
 
-def _chosen(view: RootView, names: list[str] | None, tenants: list[str] | None) -> list[Namespace]:
-    spaces = view.namespaces()
-    if names:
-        wanted = {view.namespace(name).id for name in names}
-        spaces = [one for one in spaces if one.id in wanted]
-    if tenants:
-        ours = {one.id for one in view.of_tenants(tenants)}
-        spaces = [one for one in spaces if one.id in ours]
-    return spaces
-
-
 # --- once -------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _Prune:
     """One prune: look, show what would go, ask, remove, and sum up."""
 
-    def __init__(
-        self,
-        view: RootView,
-        spaces: list[Namespace],
-        limits: Limits,
-        free_nbytes: int,
-        is_chosen: bool,
-        as_json: bool,
-    ) -> None:
-        """Where namespaces were chosen, garbage is not looked for."""
-        self._root = view.path
-        self._spaces = spaces
-        self._has_target = limits != Limits() or free_nbytes > 0
-        self._free_nbytes = free_nbytes
-        self._is_chosen = is_chosen
-        self._as_json = as_json
-        self._plan = Plan(view.path, spaces, limits, free_nbytes)
-        self._garbage: list[Outcome] = []
-        self._found = Tally()
-        self.unlistable = 0
+    plan: Plan
+    has_target: bool
+    is_chosen: bool  # namespaces were chosen: parts of the dead stay
+    as_json: bool
+    parts: Tally = field(default_factory=Tally)  # of the dead
 
     def run(self, *, dry_run: bool, yes: bool) -> bool:
         """Return whether something was left undone."""
         self._look()
-        before, garbage = (self._plan.num_files, self._plan.nbytes), self._garbage
-        if self._free_nbytes > before[1] and not dry_run:
+        before = self.plan.num_files, self.plan.nbytes
+        if self.plan.free_nbytes > before[1] and not dry_run:
+            found = iec(self.plan.free_nbytes)
             raise UsageError(
-                f"--free: found {iec(self._free_nbytes)}, expected at most the {iec(before[1])} on disk"
+                f"--free: found {found}, expected at most the {iec(before[1])} on disk"
             )
-        need, unseen = self._plan.need(wall_clock_ns()), self._found.count[Fate.FAILED]
-        files, nbytes = self._show(self._plan.forecast(need))
-        done, num_garbage, reached, interrupted = Pruned(), 0, None, False
-        what = [f"{many(files, 'file')} ({iec(nbytes)})"] * bool(files)
-        what += [many(len(garbage), "leftover")] * bool(garbage)
+        need, unseen = self.plan.need(wall_clock_ns()), self.parts.count[Fate.FAILED]
+        files, nbytes = self._show(self.plan.forecast(need))
+        done, gone, reached, interrupted = Pruned(), Tally(), None, False
+        what = _words(files, nbytes, self.parts) if files or self.parts.count[PART] else ""
         if not (what or need):
             say("nothing to remove")
             reached = None if dry_run else True
         elif dry_run:
             say("nothing was removed")
-        elif what and not confirm(f"Remove {' and '.join(what)} from {self._root}?", yes=yes):
+        elif what and not confirm(f"Remove {what} from {self.plan.root}?", yes=yes):
             say("nothing was done")
         else:
             with stopped_by_signals() as stop:
-                done, reached, num_garbage = self._carry_out(files, stop)
+                done, reached, gone = self._carry_out(files, stop)
                 interrupted = stop.is_set()
-            left = f"{iec(self._plan.nbytes)} in {many(self._plan.num_files, 'file')} left"
-            removed = f"removed {many(done.num_files, 'file')}, {iec(done.nbytes)}"
-            say(f"{removed}, and {many(num_garbage, 'leftover')}; {left}")
+            left = _words(self.plan.num_files, self.plan.nbytes, Tally())
+            say(f"removed {_words(done.num_files, done.nbytes, gone)}; {left} left")
             if not (reached or interrupted):
                 say("the target is not reached: nothing more could be removed")
-        if self._as_json:
+        if self.as_json:
             emit(
                 "summary",
                 dry_run=dry_run,
@@ -297,45 +259,37 @@ class _Prune:
                 removed_files=done.num_files,
                 removed_nbytes=done.nbytes,
                 used_meanwhile=done.used_meanwhile,
-                garbage=len(garbage),
-                garbage_removed=num_garbage,
-                foreign=self._found.count[Fate.FOREIGN],
+                planned_parts=self.parts.count[PART],
+                removed_parts=gone.count[PART],
+                removed_parts_nbytes=gone.nbytes[PART],
                 unremovable=len(done.failures) + unseen,
-                unlistable=self.unlistable,
+                unlistable=self.plan.unlistable,
                 reached=reached,
                 interrupted=interrupted,
             )
         if interrupted:
             raise KeyboardInterrupt
-        return bool(done.failures or unseen or self.unlistable or reached is False)
+        return bool(done.failures or unseen or self.plan.unlistable or reached is False)
 
     def _look(self) -> None:
         """Walk once: take all chunk files, and find what nobody needs."""
-        for one in self._spaces:
+        for one in self.plan.catalogues:
             if one.problem is not None:
-                words = f"{show(one.id)}: foreign, counts and stays: {one.problem}"
-                say(f"{words}; `fskv rm` removes it")
-        with walk_progress("looking", len(self._spaces)) as seen:
-            for number, (one, known) in enumerate(self._plan.catalogues.items()):
-                for shard in one.listed(self):
-                    known.take(shard)
-                    seen(number, shard.idx)
-        if self._is_chosen:
-            return
-        catalogues = self._plan.catalogues
-        for found in foreign(self._root, catalogues):
-            self._found.add(found)
-            if self._as_json or not self._has_target:
-                text = f"foreign, stays   {found.path}"
-                tell("foreign", text, as_json=self._as_json, path=found.path)
-        for found in Garbage(self._root, catalogues, wall_clock_ns()).found():
-            self._found.add(found)
+                say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
+        self.plan.look()
+        for found in self._orphaned(wall_clock_ns(), delete=False):
+            self.parts.add(found)
             if found.fate is Fate.FAILED:
-                tell_failure(found.path, found.reason, as_json=self._as_json)
-                continue
-            self._garbage.append(found)
-            facts = {"what": found.what, "path": found.path, "nbytes": found.nbytes}
-            tell("garbage", f"{found.what:<16} {found.path}", as_json=self._as_json, **facts)
+                tell_failure(found.path, found.reason, as_json=self.as_json)
+            elif found.fate is Fate.GOES:
+                facts = {"path": found.path, "nbytes": found.nbytes}
+                tell("part", f"orphaned part   {found.path}", as_json=self.as_json, **facts)
+
+    def _orphaned(self, now_ns: int, *, delete: bool) -> Iterable[Outcome]:
+        """Find, or remove, the parts of the dead. Raises OSError where the root is away."""
+        if self.is_chosen:
+            return ()
+        return orphaned(self.plan.ours, now_ns, GRACE_S, self.plan.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print what would go; returns files and bytes."""
@@ -343,9 +297,9 @@ class _Prune:
         table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
         for one, part in found:
             uses = dict.fromkeys((last_use(part.oldest_ns), last_use(part.newest_ns)))
-            cells = [show(one.arch), show(one.name), f"{part.num_files:,}", iec(part.nbytes)]
+            cells = [one.arch, one.name, f"{part.num_files:,}", iec(part.nbytes)]
             table.add_row(*map(plain, [*cells, " to ".join(uses)]))
-            if self._as_json:
+            if self.as_json:
                 emit(
                     "plan",
                     namespace=one.id,
@@ -354,45 +308,42 @@ class _Prune:
                     oldest_use=rfc3339(part.oldest_ns),
                     newest_use=rfc3339(part.newest_ns),
                 )
-        if found and not self._as_json:
+        if found and not self.as_json:
             print_table(table)
-            every = duration(MAX_TOUCH_INTERVAL_S)
-            say(f"uses are recorded every {every}: a file may have been used that much later")
+            every = f"uses are recorded every {MAX_TOUCH_INTERVAL_S // 60} min"
+            say(f"{every}: a file may have been used that much later")
         files = sum(part.num_files for _, part in found)
         nbytes = sum(part.nbytes for _, part in found)
-        if self._has_target:
-            size = f"{iec(nbytes)} of {iec(self._plan.nbytes)}"
-            say(f"{files:,} of {self._plan.num_files:,} files would go, {size}")
-            if self._free_nbytes > self._plan.nbytes:
-                wanted = iec(self._free_nbytes)
-                say(f"--free: {wanted} is more than there is; without --dry-run nothing would go")
-        for kind, words in _WORDS.items():
-            if self._found.count[kind]:
-                what = many(self._found.count[kind], *words)
-                say(f"{what} would go, {iec(self._found.nbytes[kind])}")
-        if number := self._found.count[Fate.FOREIGN]:
-            listed = "; `fskv prune --dry-run` lists them" * self._has_target
-            say(f"{many(number, 'foreign entry', 'foreign entries')} left alone{listed}")
+        if self.has_target:
+            size = f"{iec(nbytes)} of {iec(self.plan.nbytes)}"
+            say(f"{files:,} of {self.plan.num_files:,} files would go, {size}")
         return files, nbytes
 
-    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, int]:
-        now_ns, num_garbage = clock_ns(self._root), 0
+    def _carry_out(self, planned: int, stop: threading.Event) -> tuple[Pruned, bool, Tally]:
+        now_ns, gone = clock_ns(self.plan.root), Tally()
         with progress() as drawn:
             task = drawn.add_task("removing", total=planned)
-            done, reached = self._plan.carry_out(
+            done, reached = self.plan.carry_out(
                 now_ns, stop, lambda files: drawn.advance(task, files)
             )
-        garbage = Garbage(self._root, self._plan.catalogues, now_ns)
         try:
-            for found in () if self._is_chosen else garbage.remove(self._garbage, stop.is_set):
-                num_garbage += found.fate is Fate.GOES
+            for found in self._orphaned(now_ns, delete=True):
+                gone.add(found)
                 if found.error is not None and found.fate is Fate.FAILED:
                     done.failures[found.path] = found.error
+                if stop.is_set():
+                    break
         except OSError as away:  # the root
-            done.failures[self._root] = away
+            done.failures[self.plan.root] = away
         for path, error in done.failures.items():
-            tell_failure(path, error.strerror or str(error), as_json=self._as_json)
-        return done, reached, num_garbage
+            tell_failure(path, error.strerror or str(error), as_json=self.as_json)
+        return done, reached, gone
+
+
+def _words(num_files: int, nbytes: int, parts: Tally) -> str:
+    found = ("file", num_files, nbytes), ("orphaned part", parts.count[PART], parts.nbytes[PART])
+    words = [f"{many(number, noun)} ({iec(size)})" for noun, number, size in found if number]
+    return " and ".join(words) or "nothing"
 
 
 # --- for as long as it runs ---------------------------------------------------------------

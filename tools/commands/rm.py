@@ -1,46 +1,48 @@
-"""`fskv rm`: remove namespaces or chunks."""
+"""`fskv rm`: remove namespaces."""
 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from fskv.bounds.evict import cutoff_ns
-from fskv.root.remove import PART, Fate, Outcome, Tally, always
+from fskv.index.scan import file_name, shard_path
+from fskv.index.snapshot import Catalogue
+from fskv.namespace import parse_chunk_file
+from fskv.root.process_id import is_our_part
+from fskv.root.remove import (
+    PART,
+    Fate,
+    Outcome,
+    Place,
+    Tally,
+    always,
+    remove_directory,
+    remove_namespace,
+    sweep,
+)
+from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, RATE_FILE, SNAPSHOT_FILE, TMP_DIR
 
 from ..exits import Exit, UsageError
 from ..interrupt import stopped_by_signals
-from ..neighbours import News, clock_ns, namespaces_in_use, wall_clock_ns
-from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_name
-from ..removal import CHUNK, DIRECTORY, remove_files, remove_namespace
-from ..root_view import AMBIGUOUS, ChunkFile, Namespace, RootView
-from ..terminal import (
-    age_option,
-    confirm,
-    emit,
-    iec,
-    many,
-    say,
-    show,
-    tell,
-    tell_failure,
-    walk_progress,
-)
+from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
+from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
+from ..pruning import Plan
+from ..root_view import Namespace, RootView
+from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
 LINES = {
     "plan": {
-        "target": "ARCH/MODEL@DIGEST, or DIGEST/NAME of a chunk",
-        "what": "`namespace` or `chunk`",
+        "namespace": "ARCH/MODEL@DIGEST",
         "files": "chunk files that would go",
         "nbytes": "bytes on disk of these, with parts",
-        "in_use": "whether a living engine writes to its namespace",
+        "in_use": "whether a living engine writes to it",
     },
-    "foreign": {"path": "an entry that fskv did not make; it stays, and its directories"},
+    "foreign": {"path": "what stays in a namespace: fskv did not make it, or it came meanwhile"},
     "failure": {"path": "what could not be removed", "reason": "why"},
     "summary": {
         "dry_run": "whether nothing was to be removed",
@@ -48,50 +50,24 @@ LINES = {
         "planned_nbytes": "bytes on disk of these, with parts",
         "removed_files": "chunk files that went",
         "removed_nbytes": "bytes on disk that went",
-        "foreign": "entries that stay because fskv did not make them",
+        "foreign": "what stays in these namespaces",
         "unremovable": "what could not be removed",
         "unlistable": "directories that could not be listed",
         "interrupted": "whether a signal ended it",
     },
 }
-
-
-@dataclass(slots=True)
-class _Target:
-    namespace: Namespace
-    chunk: list[ChunkFile] | None  # its files; None: the whole namespace
-    files: int = 0
-    nbytes: int = 0
-    unlistable: int = 0
-    last_use_ns: int = 0
-    before_ns: int | None = None  # chunks that were used since stay
-
-    @property
-    def id(self) -> str:
-        if self.chunk is None:
-            return self.namespace.id
-        return f"{self.namespace.digest16}/{self.chunk[0].name[:32]}"
-
-    def remove(self, news: News, stop: threading.Event) -> Iterator[Outcome]:
-        one, files = self.namespace, self.chunk
-        try:
-            if files is None:
-                yield from remove_namespace(one, news, stop.is_set, self.before_ns)
-            else:
-                names, where = [file.name for file in files], files[0].directory
-                yield from remove_files(one, where, names, always(CHUNK), news, stop.is_set)
-        except OSError as error:  # the root is away
-            yield Outcome(one.root, Fate.FAILED, error=error)
+_KNOWN = {MANIFEST_FILE, CHUNK_DIR, TMP_DIR, SNAPSHOT_FILE, RATE_FILE}  # in a namespace
+_CHUNK, _DIRECTORY = "chunk", "directory"  # what goes, beside PART
 
 
 def command(
     root: RootOption,
-    targets: Annotated[
+    namespaces: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAMESPACE|KEY",
-            autocompletion=complete_name,
-            help="Namespaces, or chunks as `ls --chunks` names them.",
+            metavar="NAMESPACE|MODEL",
+            autocompletion=complete_namespace,
+            help="Namespaces as `ls` names them, or all those of a model.",
             show_default=False,
         ),
     ] = None,
@@ -102,13 +78,6 @@ def command(
             help="All namespaces of this tenant, by its exact name; may be repeated.",
         ),
     ] = None,
-    unused_for: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AGE",
-            help="Only namespaces that were not used for so long, such as 90d; without names, of all.",
-        ),
-    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also a namespace to which a living engine writes."),
@@ -117,61 +86,49 @@ def command(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove all files of chunks, or whole namespaces with all that fskv made in them.
+    """Remove whole namespaces, damaged ones too, with all that fskv made in them.
 
-    What fskv did not make stays, and so do the directories that hold it; then the namespace's identity stays,
-    too. Engines are told what went and miss it from then on.
+    It lists what would go, and asks. What fskv did not make stays, and so do the directories that hold it;
+    then the namespace's identity stays, too. Engines are told what went and miss it from then on.
 
     A namespace to which a living engine writes is refused. With --force it goes: the engine misses all of it
-    from then on, and its next store makes the namespace again; a store that is under way fails. Chunks may
-    always be removed.
+    from then on, and its next store makes the namespace again; a store that is under way fails.
 
     Exit code 3 if something could not be removed or foreign entries keep a namespace.
     """
     view = RootView.open(root)
-    words = [*(one.id for one in view.of_tenants(tenant)), *(targets or [])] if tenant else targets
-    if not words and unused_for is None:
-        raise UsageError("found nothing to remove, expected namespaces, chunks or --tenant")
-    if not words:
-        words = [one.id for one in view.namespaces() if one.problem is None]
-    found = _resolve(view, words)
+    chosen = view.of_tenants(tenant) if tenant else []
+    chosen += [one for word in namespaces or [] for one in view.of_one_model(word)]
+    if not chosen:
+        raise UsageError("found nothing to remove, expected namespaces or --tenant")
+    plan = Plan(view.path, chosen)
     now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
-    in_use = namespaces_in_use(view.path, now_ns)
-    _measure(found)
-    unlistable = sum(t.unlistable for t in found)
-    if unused_for is not None:
-        before_ns = cutoff_ns(now_ns, age_option("--unused-for", unused_for))
-        found = [t for t in found if _is_unused(t, before_ns, in_use)]
-    for target in found:
-        is_busy = target.namespace.id in in_use
-        kind = "namespace" if target.chunk is None else "chunk"
-        sizes = {"files": target.files, "nbytes": target.nbytes}
-        text = f"{kind} {target.id}: {many(target.files, 'file')}, {iec(target.nbytes)}"
+    in_use = {beat.namespace for beat in living_heartbeats(view.path, now_ns)}
+    plan.look()
+    for one, known in plan.catalogues.items():
+        is_busy = one.id in in_use
+        text = f"{one.id}: {many(known.num_files, 'file')}, {iec(known.nbytes)}"
         text += "  (a living engine writes to it)" * is_busy
-        tell("plan", text, as_json=as_json, target=target.id, what=kind, **sizes, in_use=is_busy)
-    busy = [t.id for t in found if t.chunk is None and t.namespace.id in in_use]
-    files, nbytes = sum(t.files for t in found), sum(t.nbytes for t in found)
-    if busy and not force and not dry_run:
-        raise UsageError(
-            f"{show(', '.join(busy))}: a living engine writes to it; stop it first, or give --force"
-        )
+        facts = {"files": known.num_files, "nbytes": known.nbytes, "in_use": is_busy}
+        tell("plan", text, as_json=as_json, namespace=one.id, **facts)
+    busy = [] if force else [one.id for one in plan.catalogues if one.id in in_use]
+    refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
+    files, nbytes = sum(known.num_files for known in plan.catalogues.values()), plan.nbytes
     removed, interrupted = Tally(), False
-    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(found), 'target')}"
-    if not found:
-        say("nothing to remove")
-    elif dry_run:
+    what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(plan.catalogues), 'namespace')}"
+    if dry_run:
         say(f"would remove {what}; nothing was removed")
-        if busy and not force:
-            say("without --dry-run it is refused: a living engine writes there; see --force")
+        if busy:
+            say(f"without --dry-run it is refused: {refusal}")
+    elif busy:
+        raise UsageError(show(refusal))
     elif not confirm(f"Remove {what}?", yes=yes):
         say("nothing was done")
     else:
         with stopped_by_signals() as stop:
-            removed = _remove(view, found, stop, as_json=as_json)
+            removed = _remove(plan, stop, as_json=as_json)
             interrupted = stop.is_set()
-        say(f"removed {many(removed.count[CHUNK], 'file')}, {iec(_nbytes(removed))}")
-        if removed.count[Fate.FOREIGN]:
-            say("what fskv did not make stays, and so does its namespace")
+        say(f"removed {many(removed.count[_CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
     if as_json:
         emit(
@@ -179,102 +136,101 @@ def command(
             dry_run=dry_run,
             planned_files=files,
             planned_nbytes=nbytes,
-            removed_files=removed.count[CHUNK],
+            removed_files=removed.count[_CHUNK],
             removed_nbytes=_nbytes(removed),
             foreign=foreign,
             unremovable=failed,
-            unlistable=unlistable,
+            unlistable=plan.unlistable,
             interrupted=interrupted,
         )
     if interrupted:
         raise KeyboardInterrupt
-    if foreign or failed or unlistable:
+    if foreign or failed or plan.unlistable:
         raise typer.Exit(Exit.PARTIAL)
 
 
-def _resolve(view: RootView, words: list[str]) -> list[_Target]:
-    found: dict[str, _Target] = {}
-    for word in words:
-        target = _meant(view, word)
-        found.setdefault(target.id, target)
-    whole = {target.namespace.id for target in found.values() if target.chunk is None}
-    return [t for t in found.values() if t.chunk is None or t.namespace.id not in whole]
-
-
-def _is_unused(target: _Target, before_ns: int, in_use: set[str]) -> bool:
-    """Whether a whole namespace was not used since, as far as all of it could be seen."""
-    one = target.namespace
-    if target.chunk is not None:
-        raise UsageError(f"--unused-for: found the chunk {target.id}, expected namespaces")
-    target.before_ns = before_ns
-    is_seen = one.problem is None and not target.unlistable
-    used_ns = max(target.last_use_ns, os.lstat(one.path).st_mtime_ns)
-    return is_seen and one.id not in in_use and used_ns < before_ns
-
-
-def _meant(view: RootView, word: str) -> _Target:
-    """Return what a word means; refuse it where it may be a namespace and a chunk."""
-    if not word:
-        raise UsageError("found an empty name, expected a namespace or a chunk")
-    spaces: list[Namespace] = []
-    try:
-        spaces = [view.namespace(word)]
-    except UsageError as error:
-        if AMBIGUOUS in str(error):
-            raise
-    try:
-        files = view.chunk(word, "namespace or chunk")
-    except UsageError as error:
-        if AMBIGUOUS in str(error) or not spaces:
-            raise
-        return _Target(spaces[0], None)
-    if spaces:
-        raise UsageError(
-            f"{show(word)}: may be the namespace {show(spaces[0].id)} or the chunk {files[0].id}"
-        )
-    return _Target(files[0].namespace, files)
-
-
-def _measure(targets: list[_Target]) -> None:
-    with walk_progress("looking", len(targets)) as seen:
-        for number, target in enumerate(targets):
-            if target.chunk is not None:
-                target.files = len(target.chunk)
-                target.nbytes = sum(file.nbytes for file in target.chunk)
-                continue
-            for shard in target.namespace.listed(target):
-                target.files += len(shard.records)
-                target.nbytes += int(shard.records["nbytes"].sum())
-                target.nbytes += sum(part.nbytes for part in shard.parts)
-                if len(shard.records):
-                    newest_ns = int(shard.records["mtime_ns"].max())
-                    target.last_use_ns = max(target.last_use_ns, newest_ns)
-                seen(number, shard.idx)
-
-
 def _nbytes(tally: Tally) -> int:
-    return tally.nbytes[CHUNK] + tally.nbytes[PART]
+    return tally.nbytes[_CHUNK] + tally.nbytes[PART]
 
 
-def _remove(
-    view: RootView, targets: list[_Target], stop: threading.Event, *, as_json: bool
-) -> Tally:
-    news, tally = News(view.path), Tally()
-    with walk_progress("removing", len(targets)) as seen:
-        for number, target in enumerate(targets):
-            for found in target.remove(news, stop):
-                tally.add(found)
-                if found.what == DIRECTORY:
-                    seen(number, int(found.name, 16))
-                elif found.fate is Fate.FAILED:
-                    tell_failure(found.path, found.reason, as_json=as_json)
-                elif found.fate is Fate.FOREIGN:
-                    tell(
-                        "foreign",
-                        f"foreign, stays   {found.path}",
-                        as_json=as_json,
-                        path=found.path,
-                    )
+def _remove(plan: Plan, stop: threading.Event, *, as_json: bool) -> Tally:
+    news, tally, failed = News(plan.root), Tally(), set()
+    with walk_progress("removing", len(plan.catalogues)) as seen:
+        for number, (one, known) in enumerate(plan.catalogues.items()):
             if stop.is_set():
                 break
+            for found in _removed(one, known, news, stop):
+                if found.path in failed:
+                    continue  # it is named already
+                tally.add(found)
+                if found.what == _DIRECTORY:
+                    seen(number, int(found.name, 16))
+                elif found.fate is Fate.FAILED:
+                    failed.add(found.path)
+                    tell_failure(found.path, found.reason, as_json=as_json)
+                elif found.fate is Fate.FOREIGN:
+                    tell("foreign", f"stays   {found.path}", as_json=as_json, path=found.path)
     return tally
+
+
+def _removed(
+    one: Namespace, known: Catalogue, news: News, stop: threading.Event
+) -> Iterator[Outcome]:
+    """Remove all of a namespace that is fskv's, tell engines, and name what stays.
+
+    The root is valid at any moment: chunk files and parts go first, then the empty directories, and the
+    manifest only once nothing else is left.
+    """
+    try:
+        for idx in sorted({*dict(known.shards()), *known.parts}):
+            path = shard_path(one.path, idx)
+            parts = [os.path.basename(part.path) for part in known.parts.get(idx, ())]
+            names = [*map(file_name, known.records(idx)), *parts]
+            yield from _remove_files(one, path, names, news, stop)
+            if stop.is_set():
+                return
+            yield remove_directory(one.root, path, always(_DIRECTORY))
+        known.remove_empty(one.root, None)
+        tmp = f"{one.path}/{TMP_DIR}"
+        yield from sweep(one.root, tmp, lambda name, _: PART if is_our_part(name) else Fate.STAYS)
+        whole = remove_namespace(one.root, one.path, damaged=one.problem is not None)
+        yield whole
+        if whole.fate is Fate.STAYS:
+            yield from _left(one)
+    except OSError as error:  # the root is away
+        yield Outcome(one.root, Fate.FAILED, error=error)
+
+
+def _judge(name: str, _: os.stat_result) -> str:
+    return PART if is_our_part(name) else _CHUNK
+
+
+def _remove_files(
+    one: Namespace, path: str, names: list[str], news: News, stop: threading.Event
+) -> Iterator[Outcome]:
+    gone = []
+    try:
+        with Place(one.root, path) as place:
+            for name in names:
+                if stop.is_set():
+                    return
+                found = place.remove(name, _judge)
+                if found.fate is Fate.GOES and (chunk := parse_chunk_file(name)) is not None:
+                    gone.append((bytes.fromhex(chunk.name), chunk.group_idx))
+                yield found
+    finally:
+        if gone:
+            news.tell(one.id, gone)
+
+
+def _left(one: Namespace) -> Iterator[Outcome]:
+    """Name what is left: what fskv did not make, or what came meanwhile. No link is followed."""
+    with Place(one.root, one.path, os.O_RDONLY) as place:
+        for where, below, names, fd in [] if place.error else os.fwalk(".", dir_fd=place.fd):
+            path = os.path.normpath(f"{one.path}/{where}")
+            if not (below or names or os.path.basename(path) in _KNOWN):
+                yield Outcome(path, Fate.FOREIGN)
+            modes = {name: os.lstat(name, dir_fd=fd).st_mode for name in below}
+            for name in [*names, *(name for name in below if stat.S_ISLNK(modes[name]))]:
+                if where != "." or name not in _KNOWN:
+                    yield Outcome(f"{path}/{name}", Fate.FOREIGN)
