@@ -115,10 +115,9 @@ def test_all_engines_namespaces_are_shown(root, tmp_path):
     assert reported.exit_code == 0, reported
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(name.rpartition("@")[2] in page for name in namespaces(root))
-    shown = run("top", "--once", "--interval", "0.2", "--json", root=root)
+    shown = run("top", "--once", "--interval", "0.2", root=root)
     assert shown.exit_code == 0, shown
-    (sample,) = [line for line in shown.lines if line["type"] == "sample"]
-    assert sample["survey"]["files"] == 12
+    assert "12 files counted" in shown.stdout
     looked = run("doctor", "--no-write", "--json", root=root)
     findings = [line for line in looked.lines if line["type"] == "finding"]
     assert len(findings) > 3
