@@ -161,7 +161,9 @@ def test_arithmetic_says_what_vllms_own_class_says(tmp_path, monkeypatch, name):
     assert asked.exit_code == 0, asked.stderr
     assert "by rule for CUDA" in "".join(asked.summary["notes"])
     monkeypatch.setattr("fskv_tools.plan.engine.vllm_is_installed", lambda: False)
-    alone = fskv("plan", tmp_path, "--json", "--tp", 2)
+    # Arithmetic does not guess the KV's dtype of a quantised checkpoint.
+    dtype = ["--kv-cache-dtype", asked.summary["kv_cache_dtype"]]
+    alone = fskv("plan", tmp_path, "--json", "--tp", 2, *dtype)
     for one, other in zip(asked.lines, alone.lines, strict=True):
         same = {key: value for key, value in one.items() if key not in UNLIKE}
         assert same == {key: value for key, value in other.items() if key not in UNLIKE}

@@ -99,18 +99,12 @@ def _dtype(option: str, *places: Any) -> str:
 
 
 def _kv_dtype(option: str, quant: Any) -> str:
-    """Return what vLLM makes of --kv-cache-dtype auto where a checkpoint has scales for its KV."""
-    found: Any = option
-    if option == "auto" and isinstance(quant, dict):
-        inner = quant.get("quantization")  # in ModelOpt's own file
-        method = "modelopt" if isinstance(inner, dict) else str(quant.get("quant_method"))
-        scales = inner if isinstance(inner, dict) else quant
-        if method.startswith(("modelopt", "compressed-tensors")):
-            found = scales.get("kv_cache_scheme") or scales.get("kv_cache_quant_algo") or "auto"
-        if isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, "float"):
-            found = "fp8"
-        if method.startswith("modelopt") and found in ("fp8", "FP8"):
-            found = "fp8_e4m3"
-    if found == "auto" or (isinstance(found, str) and found in _NBYTES):
-        return str(found)
-    raise UsageError(f"--kv-cache-dtype: found {found!r:.80}, expected {', '.join(_NBYTES)}")
+    """Return --kv-cache-dtype; refuse to guess it where a checkpoint has scales for its KV."""
+    inner = quant.get("quantization", quant) if isinstance(quant, dict) else None
+    if option == "auto" and isinstance(inner, dict):
+        found = inner.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+        if found is not None:
+            raise UsageError(f"the checkpoint's KV is {found!r:.60}; give --kv-cache-dtype")
+    if option == "auto" or option in _NBYTES:
+        return option
+    raise UsageError(f"--kv-cache-dtype: found {option!r:.80}, expected {', '.join(_NBYTES)}")

@@ -44,12 +44,8 @@ from fskv.engines.vllm.identity import engine_groups
 from fskv.engines.vllm.plugin import register
 
 _MEMORY = 1 << 60  # bytes for KV: the longest request of any model fits
-_ABSENT = (
-    "torchvision",
-    "torchaudio",
-    "cutlass",
-    "cuda",
-)  # libraries that a CPU build does without
+# Libraries that a CPU build does without.
+_ABSENT = ("torchvision", "torchaudio", "cutlass", "cuda")
 
 
 def main(directory: str) -> None:
