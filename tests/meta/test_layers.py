@@ -92,8 +92,8 @@ HOMES = {
         *("tools.endpoint", "tools.exporter"),
         "fskv.engines.prometheus",
     ),
-    # replay --plot, and report
-    "matplotlib": ("tools.replay.plot", "tools.report."),
+    # report
+    "matplotlib": ("tools.report.",),
     "jinja2": ("tools.report.",),
     # explain --prompt
     "tokenizers": ("tools.explain.tokens",),
