@@ -6,14 +6,11 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import gds_lab
 import pytest
-from places import REPOSITORY
 from tool_lab import run as run_fskv
-from world import wait_for
 
 cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
@@ -260,26 +257,6 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path, monkeypatch):
 
 
 # --- stopping ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
-def test_a_stopped_bench_removes_what_it_wrote(tmp_path, signum, code):
-    command = [sys.executable, "-m", "fskv_tools", "bench", str(tmp_path), "--rounds", "99"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-    try:
-        wait_for(lambda: any(tmp_path.glob("*/524288/*/*/*")) or process.poll() is not None, 60)
-        process.send_signal(signum)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert (process.returncode, out, err) == (code, "", "interrupted\n")
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

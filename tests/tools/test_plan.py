@@ -256,25 +256,13 @@ def test_windows_are_stored_at_boundaries(tmp_path):
 
 
 def test_people_see_the_same(tmp_path):
-    path = write(tmp_path, GPT_OSS)
-    for where in (path, tmp_path):
-        done = run("plan", where, "--disk", "1TiB")
-        assert (done.exit_code, done.stderr) == (0, "")
-        for words in ("sliding_window", "48.0 KiB of KV a token", "warning: ", "--disk holds"):
-            assert words in done.stdout
-    path = write(tmp_path, LLAMA)
-    for prefill, rate in (("8000", "1.05 GB/s"), ("30", "3.93 MB/s"), ("1", "131 kB/s")):
-        shown = run("plan", path, "--prefill-rate", prefill).stdout
-        assert f"storage gives more than {rate}" in " ".join(shown.split())
+    done = run("plan", write(tmp_path, GPT_OSS), "--disk", "1TiB", "--prefill-rate", "8000")
+    shown = " ".join(done.stdout.split())
+    for words in ("sliding_window", "48.0 KiB of KV a token", "warning: ", "--disk holds", "storage gives more"):
+        assert words in shown
 
 
 # --- refusals ---------------------------------------------------------------------------
-
-
-def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
-    longest = ("--max-model-len", "1000000000")
-    usual, huge = (plan(tmp_path, LLAMA, *options)[1] for options in ((), longest))
-    assert usual["blocks_per_chunk"] == huge["blocks_per_chunk"]
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,23 @@ import base64
 import html.parser
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
-from tool_lab import Lab, fskv, run, spoil
+from tool_lab import Lab, run
 
 pytest.importorskip("fskv_tools.report", reason="the command line is not installed")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 from fskv_tools import survey
-from fskv_tools.root_view import Namespace, RootView
+from fskv_tools.root_view import RootView
 from metrics_lab import Engine, server
 
 from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.shared_files import SharedFiles
-from fskv.index.scan import RECORD, Shard
 from fskv.observe.metrics import LOAD_FAILURES
 from fskv.root.process_id import HOST, TOKEN
 
@@ -243,25 +239,6 @@ def test_negative_control_the_check_finds_what_is_not_escaped(lab, tmp_path, mon
             check_page(text)
 
 
-def test_a_root_full_of_strange_entries_is_reported_and_left_alone(lab, tmp_path):
-    where = lab.namespace()
-    lab.chunks(where, range(10))
-    strange = spoil(lab, where)
-    shard = f"{where.directory.path}/chunks/abc"
-    with open(f"{shard}/{HOST}-1-{TOKEN}-1.part", "wb") as file:
-        file.write(bytes(5000))
-    os.utime(f"{shard}/{HOST}-1-{TOKEN}-1.part", (1, 1))
-    before = {os.fsencode(path): os.lstat(path).st_ino for path in strange}
-    done = fskv("report", "--html", tmp_path / "out.html", root=lab.path)
-    assert done.exit_code == 0, done.stderr
-    found = check_page((tmp_path / "out.html").read_text(encoding="utf-8"))
-    for told in (
-        *("Chunk files 10 in", "1 unfinished file of an hour", "foreign entries among chunk files"),
-    ):
-        assert told in found.text, told
-    assert {path: os.lstat(path).st_ino for path in before} == before
-
-
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_what_draws_a_page_is_named_where_it_is_not_installed(lab, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -308,58 +285,3 @@ def test_a_page_that_could_not_be_written_leaves_the_old_one_and_no_part(
             assert report(lab, tmp_path)[0].exit_code in (1, 130)
         assert sorted(os.listdir(tmp_path)) == ["kv", "out.html"]
         assert (tmp_path / "out.html").read_text() == old
-
-
-# --- its parts --------------------------------------------------------------------------
-
-
-def contrast(one, two):
-    def luminance(colour):
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    light, dark = sorted((luminance(one), luminance(two)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_text_can_be_read_and_marks_be_seen_in_light_and_dark(lab, tmp_path):
-    sheet = re.search("<style>(.*?)</style>", report(lab, tmp_path)[1], re.DOTALL)[1]
-    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", one)) for one in sheet.split("@media")[:2]]
-    assert "prefers-color-scheme: dark" in sheet
-    assert schemes[0].keys() == schemes[1].keys() == set(re.findall(r"var\(--(\w+)\)", sheet))
-    for colours in schemes:
-        for name in ("text", "strong", "good", "warn", "bad"):  # WCAG 2.2: 4.5 for text
-            for ground in ("page", "card"):
-                assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
-        assert contrast(colours["mark"], colours["card"]) >= 3  # and 3 for graphics
-    assert contrast("#777777", "#888888") < 3  # the measure itself
-
-
-def shards(count, per_shard=250):
-    def made(self):
-        for idx in range(count):
-            records = np.zeros(per_shard, RECORD)
-            records["group"] = np.arange(per_shard)
-            records["nbytes"] = 4096 + idx
-            records["mtime_ns"] = time.time_ns() - idx * 10**12
-            yield Shard(idx, 1, records)
-
-    return made
-
-
-def test_of_a_hundred_thousand_files_none_is_held(lab, monkeypatch):
-    """Memory follows the largest directory, not the root: shards are made up, so that this takes seconds."""
-    import tracemalloc
-
-    lab.namespace()
-    peaks = []
-    for count in (80, 400):
-        monkeypatch.setattr(Namespace, "shards", shards(count))
-        tracemalloc.start()
-        found = survey.walk(RootView.open(lab.path))
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        ((nbytes, num_files),) = found.sizes.values()
-        assert (num_files, nbytes) == (250 * count, found.unused(0))
-    assert peaks[1] < peaks[0] + (2 << 20)
