@@ -32,7 +32,7 @@ _HEAD = """# The command line
 `python -m fskv_tools.manual` writes this page.
 
 - `--root DIR` or the environment variable `FSKV_ROOT` names the root.
-- Results go to stdout. Progress, warnings and questions go to stderr. Only a terminal gets progress and colour.
+- Results go to stdout; progress, warnings and questions to stderr. Only a terminal gets progress and colour.
 - Any unique prefix names a namespace (of `ARCH/MODEL@DIGEST`, the model or the digest) or a chunk (of
   `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). An engine's whole key in hex and paths work too.
 - With `--json` every line is an object with a `type`, the last one of type `summary`. Sizes are integers of

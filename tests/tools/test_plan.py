@@ -258,7 +258,13 @@ def test_windows_are_stored_at_boundaries(tmp_path):
 def test_people_see_the_same(tmp_path):
     done = run("plan", write(tmp_path, GPT_OSS), "--disk", "1TiB", "--prefill-rate", "8000")
     shown = " ".join(done.stdout.split())
-    for words in ("sliding_window", "48.0 KiB of KV a token", "warning: ", "--disk holds", "storage gives more"):
+    for words in (
+        "sliding_window",
+        "48.0 KiB of KV a token",
+        "warning: ",
+        "--disk holds",
+        "storage gives more",
+    ):
         assert words in shown
 
 

@@ -498,11 +498,11 @@ def test_what_matters_most_is_shown_and_what_is_left_out_is_counted(width):
 def test_a_screen_is_filled_and_says_more_only_where_there_is_no_room(height):
     console = Console(width=140, height=height, color_system=None)
     text = text_of(live.fitting(busy(), console), 140)
+    assert ("no room for namespaces" in text) is (height < 200)
+    assert ("more" in text) is (height < 60)
     lines = text.splitlines()
-    assert ("more" in text) is (height < 200)
-    assert len(lines) <= max(height, 31)  # two rows of each table are always there
-    if 40 <= height < 200:
-        assert len(lines) > height - 8
+    assert len(lines) <= max(height, 32)  # two rows of each table are always there
+    assert len(lines) > height - 4 or height >= 60
 
 
 def test_once_without_a_terminal_is_plain_and_shows_everything(lab):

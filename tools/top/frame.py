@@ -20,8 +20,11 @@ _STYLES = {survey.ALIVE: "green", survey.SILENT: "yellow", survey.GONE: "red", "
 _BESIDE = 130  # columns from which one panel is beside another
 
 
-def draw(frame: Frame, width: int, rows: int | None = None) -> Group:
-    """Return the screen, `width` columns wide, with about `rows` rows in a table at most."""
+def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = True) -> Group:
+    """Return the screen, `width` columns wide, with `rows` rows in a table at most.
+
+    What is not `whole` leaves out namespaces.
+    """
     seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
     if seen is not None:
         pair = [one for one in (_bounds(seen, width, rows), _engines(seen, width, rows)) if one]
@@ -36,8 +39,10 @@ def draw(frame: Frame, width: int, rows: int | None = None) -> Group:
             parts.append(Text(" no engine has a heartbeat here", style="dim"))
     if frame.endpoints:
         parts.append(_hits(frame.endpoints, width, rows))
-    if seen is not None:
+    if seen is not None and whole:
         parts.append(_namespaces(seen, width, rows))
+    elif seen is not None:
+        parts.append(Text(" no room for namespaces: `fskv ls` lists them", style="dim"))
     return Group(*parts)
 
 
@@ -66,11 +71,10 @@ def _head(frame: Frame) -> RenderableType:
         size = Text.assemble(
             " ", (iec(seen.usage.nbytes), "bold"), no_wrap=True, overflow="ellipsis"
         )
+        free, total = iec(seen.space.free_nbytes), iec(seen.space.total_nbytes)
+        size.append(f"   {free} of {total} free", style="dim")
         for word, value in (("grows", seen.growth), ("pruned", seen.pruned)):
             size.append(f"   {word} {rate(value)}" if value else "")
-        size.append(
-            f"   {iec(seen.space.free_nbytes)} of {iec(seen.space.total_nbytes)} free", style="dim"
-        )
         # Engines add up bytes all the time, and count files once in a while.
         counted = f"{many(seen.usage.num_files, 'file')} counted {ago(seen.counted_ns, seen.at_ns)}"
         grid.add_row(size, Text(counted, style="dim"))

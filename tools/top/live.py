@@ -45,15 +45,17 @@ def run(frame: Callable[[], Frame], interval_s: float) -> None:
 
 
 def fitting(frame: Frame, console: Console) -> Group:
-    """Return what fits on the screen: all rows, or as many of each table as there is room for."""
+    """Return what fits on the screen: all, or without namespaces as many rows as there is room for."""
+    width, height = console.width, console.height
 
-    def is_too_high(rows: int) -> bool:
-        drawn = draw(frame, console.width, rows)
-        return len(console.render_lines(drawn, pad=False)) > console.height
+    def is_too_high(rows: int, whole: bool = False) -> bool:
+        lines = console.render_lines(draw(frame, width, rows, whole=whole), pad=False)
+        return len(lines) > height
 
-    tried = range(1, console.height + 1)
-    fit = bisect.bisect_left(tried, True, key=is_too_high)
-    return draw(frame, console.width, max(2, fit))
+    if not is_too_high(height, whole=True):
+        return draw(frame, width, height)
+    fit = bisect.bisect_left(range(1, height + 1), True, key=is_too_high)
+    return draw(frame, width, max(2, fit), whole=False)
 
 
 @contextlib.contextmanager
