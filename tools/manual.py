@@ -60,7 +60,7 @@ def page() -> str:
     )
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
     parts[-1] += "".join(f"\n| {code.value} | {text} |" for code, text in MEANINGS.items())
-    parts += ["\n## What commands share\n", "| argument or option | |\n|---|---|", *options]
+    parts += ["\n## What commands share\n", "| option | |\n|---|---|", *options]
     parts += ["\n| field of JSON | |\n|---|---|", *fields, ""]
     shared = {*options, *fields}
     parts += [_section(name, module, shared) for name, module in modules.items()]
@@ -82,11 +82,11 @@ def _section(name: str, module: Any, shared: set[str]) -> str:
     parts.append(inspect.cleandoc(module.command.__doc__) + "\n")
     own = [one.row for one in parameters if one.row not in shared]
     if own:
-        parts += ["| argument or option | |\n|---|---|", *own, ""]
+        parts += ["| option | |\n|---|---|", *own, ""]
     lines = getattr(module, "LINES", {})
     if lines:
         rows = [_line(kind, fields, shared) for kind, fields in lines.items()]
-        parts += ["| JSON `type` | fields |\n|---|---|", *rows, ""]
+        parts += ["| JSON | |\n|---|---|", *rows, ""]
     return "\n".join(parts)
 
 
@@ -139,8 +139,8 @@ class _Parameter:
     def row(self) -> str:
         text = self.info.help or ""
         if not self.is_option:
-            return f"| `{self.argument}` | {_cell(text)} |"
-        value = "" if self.kind is bool else f" `{self._value()}`"
+            return f"| `{_cell(self.argument)}` | {_cell(text)} |"
+        value = "" if self.kind is bool else f" `{_cell(self._value())}`"
         if self.info.envvar:
             text += f" Environment: `{self.info.envvar}`."
         if value and self.default not in (None, inspect.Parameter.empty):
@@ -150,7 +150,7 @@ class _Parameter:
     def _value(self) -> str:
         plain = [one for one in get_args(self.kind) if one is not NoneType] or [self.kind]
         if isinstance(plain[0], type) and issubclass(plain[0], Enum):
-            return "\\|".join(one.value for one in plain[0])
+            return "|".join(one.value for one in plain[0])
         return self.info.metavar or {int: "N", float: "NUMBER"}.get(plain[0], "TEXT")
 
 

@@ -18,10 +18,10 @@ LINES = {
         "transport": "host or gds",
         "mode": "O_DIRECT or buffered",
         "threads": "I/O threads",
-        "chunk_nbytes": "bytes of KV in a chunk file",
-        "num_chunks": "chunks of a round",
-        "store": f"10^9 bytes of KV a second: {_SPREAD}",
-        "load": "the same of loads that the page cache does not serve",
+        "chunk_nbytes": "KV in a chunk file",
+        "num_chunks": "of a round",
+        "store": f"10^9 bytes a second: {_SPREAD}",
+        "load": "the same, past the page cache",
     },
     "advice": {
         "option": "of the engine",
@@ -29,7 +29,7 @@ LINES = {
         "why": "text",
     },
     "summary": {
-        "answer_s": "seconds until a file is open and its first page read, or null",
+        "answer_s": "until a file is open and its first page read, or null",
         "load": "10^9 bytes a second with the advised options",
         "tokens_per_s": "the same in tokens: a slower prefill loses to loading",
     },

@@ -21,34 +21,34 @@ LINES = {
         "group": "index of the KV group",
         "group_kind": "full, mla, sliding_window, chunked_local or state",
         "window_tokens": "or null",
-        "layer_names": "the engine's; by arithmetic numbers",
+        "layer_names": "of the engine",
         "tokens_per_block": "of the engine",
         "tokens_per_chunk": "of fskv",
-        "page_nbytes": "list: one block of each layer, in one file",
+        "page_nbytes": "of each layer's block, in one file",
         "files_per_chunk": "one for each rank, or slice of KV heads",
         "file_nbytes": "with its header",
     },
     "warning": {"text": "what the engine will warn of at its start"},
     "summary": {
-        "source": "where the groups come from",
-        "notes": "texts: rules that were used",
+        "source": "of the groups",
+        "notes": "texts",
         "dtype": "of the model",
         "kv_cache_dtype": "of the KV",
-        "blocks_per_chunk": "the engine's blocks",
+        "blocks_per_chunk": "of the engine",
         "max_model_len": "null where a namespace does not say it",
-        "kv_nbytes_per_token": "in all layers, on all ranks, without states",
+        "kv_nbytes_per_token": "on all ranks, without states",
         "disk_nbytes_per_token": "of such a prompt",
         "prompt_tokens": "of the prompt that what follows is about",
         "prompt_files": "on disk, at most",
         "prompt_nbytes": "of these files",
-        "hit_tokens": "that a hit of it serves",
-        "hit_files": "that the hit reads, on all ranks",
-        "hit_nbytes": "of KV that it reads",
+        "hit_tokens": "of a hit of it",
+        "hit_files": "on all ranks",
+        "hit_nbytes": "of KV",
         "disk_tokens": "of such prompts that --disk holds, or null",
         "break_even_rate": "bytes/s at which loading takes as long as computing, or null",
     },
 }
-_NAMED = "The option of vLLM or fskv of this name."
+_NAMED = "As the engine's."
 _Text = Annotated[str, typer.Option(metavar="DTYPE", help=_NAMED)]
 _Number = Annotated[int | None, typer.Option(min=1, max=1 << 30, help=_NAMED, show_default=False)]
 
@@ -63,7 +63,7 @@ def command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A config.json or its directory; or a namespace: its directory, or its name in --root.",
+            help="A config.json or its directory, or a namespace.",
             show_default=False,
         ),
     ],
@@ -94,11 +94,9 @@ def command(
 ) -> None:
     """Plan chunks, disk and hits of a model.
 
-    vLLM's own class of the model says which KV groups there are. It is built without weights, in half a
-    minute. Where vLLM is not installed, arithmetic knows full attention, sliding windows and MLA of common
-    models. A namespace has the numbers of its engine. The planner and its warnings are the engine's.
-
-    Disk is reckoned for prompts that share nothing: shared prefixes take less.
+    vLLM's own class of the model, built without weights, says which KV groups there are. Without vLLM,
+    arithmetic knows full attention, sliding windows and MLA of common models. A namespace has the numbers of
+    its engine: give its directory, or its name and --root. Disk is reckoned for prompts that share nothing.
     """
     bound = 0 if disk is None else size_option("--disk", disk)
     interval = prefix_cache_retention_interval

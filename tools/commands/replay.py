@@ -17,10 +17,10 @@ from ..terminal import emit, iec, many, new_table, print_table, progress, size_o
 LINES = {
     "size": {
         "nbytes": "size of the root, its `max_bytes`; null: no bound",
-        "hit_blocks": "blocks of the trace that would hit",
-        "hit_ratio": "the same by all blocks of the trace",
-        "of_best": "the same by what would hit without a bound",
-        "written_nbytes": "bytes of blocks that would be written",
+        "hit_blocks": "that would hit",
+        "hit_ratio": "of all blocks of the trace",
+        "of_best": "of what would hit without a bound",
+        "written_nbytes": "that would be written",
     },
     "summary": {
         "requests": "of the trace, or `--limit`",
