@@ -28,18 +28,17 @@ from .exits import MEANINGS
 
 _HEAD = """# The command line
 
-`fskv` looks into a cache root from any machine that mounts it. It needs neither vLLM nor torch nor a GPU.
-`python -m fskv_tools.manual` writes this page.
+`fskv` looks into a cache root from any machine that mounts it. `python -m fskv_tools.manual` writes
+this page.
 
 - `--root DIR` or the environment variable `FSKV_ROOT` names the root.
 - Results go to stdout; progress, warnings and questions to stderr. Only a terminal gets progress and colour.
 - Any unique prefix names a namespace (of `ARCH/MODEL@DIGEST`, the model or the digest) or a chunk (of
   `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). An engine's whole key in hex and paths work too.
-- With `--json` every line is an object with a `type`, the last one of type `summary`. Sizes are integers of
-  bytes, times are RFC 3339 in UTC. Lone surrogates stand for bytes of a name that is no UTF-8. New fields may
-  come; none changes its meaning.
-- Commands that delete show a plan and ask. Without a terminal and without `--yes` they refuse. Ctrl-C is safe
-  at any moment; a second one ends at once.
+- With `--json` every line is an object with a `type`, the last one of type `summary`. Sizes are bytes, times
+  RFC 3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Fields may come, none changes.
+- Commands that delete show a plan and ask. Without a terminal they refuse, but for `--yes`. Ctrl-C is safe at
+  any moment; a second one ends at once.
 - `fskv --install-completion` makes your shell complete commands, options and names.
 """
 

@@ -56,9 +56,9 @@ def command(
 ) -> None:
     """Measure store and load on the storage of a directory, and say which options suit it.
 
-    Chunk files come and go as in an engine, and every loaded byte is compared. It takes about a minute. It
-    writes into a directory of its own below DIRECTORY, and removes it. Options are advised only where ranges
-    differ. Exit code 1 if something could not be stored or loaded, or was wrong.
+    Every loaded byte is compared. It takes about a minute, in a directory of its own below DIRECTORY, which it
+    removes. Options are advised only where ranges differ. Exit code 1 if something could not be stored or
+    loaded, or was wrong.
     """
     # Not before: without the C extension these cannot be imported.
     from ..bench.advice import advise, best_of, break_even

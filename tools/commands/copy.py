@@ -95,10 +95,9 @@ def command(
 ) -> None:
     """Copy namespaces, or what was used of them lately, from one root to another.
 
-    Every byte is checked between the read and the write. Good files that are there already stay: run an
-    interrupted copy again. It stops at a bound of the other root's living engines, and prunes nothing. Times
-    of last use are kept. The other root's owner gets the files; where it could not read them nothing is
-    written.
+    Every byte is checked. Good files that are there already stay: run an interrupted copy again. It stops at
+    a bound of the other root's living engines, and prunes nothing. Times of last use are kept. The other
+    root's owner gets the files; where it could not read them nothing is written.
 
     Exit code 1 if something is bad, 3 if something could not be read or stored.
     """

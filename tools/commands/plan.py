@@ -31,7 +31,7 @@ LINES = {
     "warning": {"text": "what the engine will warn of at its start"},
     "summary": {
         "source": "of the groups",
-        "notes": "texts",
+        "notes": "rules",
         "dtype": "of the model",
         "kv_cache_dtype": "of the KV",
         "blocks_per_chunk": "of the engine",

@@ -58,9 +58,8 @@ def command(
 ) -> None:
     """Say how much of a request trace would hit at which size of the root.
 
-    It simulates a root for each size, and writes nothing. Pruning follows fskv's rules: the least recently
-    used goes first, of a prompt its end before its beginning, until 3 % of the size are free. The root starts
-    empty, and requests come one after the other.
+    It simulates a root for each size, with fskv's rules of pruning. The root starts empty, and requests come
+    one after the other.
 
     A trace has a JSON object on each line: `timestamp` in ms, and `hash_ids` with a chained hash for each
     block of 512 tokens of the prompt.

@@ -26,8 +26,7 @@ def command(
 ) -> None:
     """Write one HTML page about a root: what is there, how old, how healthy.
 
-    The page needs no network and no script. It is light or dark as the reader's system is. It needs jinja2
-    and matplotlib: pip install 'fskv[report]'.
+    The page needs no network and no script. It needs jinja2 and matplotlib: pip install 'fskv[report]'.
 
     Exit code 1 if a namespace is damaged, 3 if something could not be listed or an engine gave no metrics.
     """

@@ -32,8 +32,8 @@ def command(
 ) -> None:
     """Watch a root and its engines: who works, how full it is, what hits, what is off.
 
-    It reads what engines write for each other, and opens no chunk. Where no engine counts the root, it counts
-    the files itself. --metrics adds the hits that engines publish. The key q ends it.
+    It reads what engines write for each other. Where no engine counts the root, it counts the files itself.
+    --metrics adds the hits that engines publish. The key q ends it.
 
     Without a terminal it prints one frame, as with --once. Exit code 3 if the root did not answer, or
     something in it could not be read or listed.
