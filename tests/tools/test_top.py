@@ -26,6 +26,7 @@ from fskv_tools import endpoint, survey
 from fskv_tools.commands import top as command
 from fskv_tools.exits import UsageError
 from fskv_tools.root_view import RootView
+from fskv_tools.terminal import emit
 from fskv_tools.top import frame, live, watch
 from metrics_lab import Engine, server
 from prometheus_client import Gauge
@@ -617,3 +618,9 @@ def test_a_new_size_is_drawn_and_no_terminal_is_one_frame(lab):
     assert dumb.end()[0] == 0
     assert b"\x1b" not in dumb.seen
     assert b"Namespaces" in dumb.seen
+
+
+def test_a_line_of_json_holds_no_number_that_json_has_not(capsys):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        emit("summary", load_s=float("inf"))
+    assert capsys.readouterr().out == ""

@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Measure store and load on the storage of a directory, and say which options suit it.
 
-    Every loaded byte is compared. It takes about a minute, in a directory of its own below DIRECTORY, which it
+    Every loaded byte is compared. It takes a minute, in a directory of its own below DIRECTORY, which it
     removes. Options are advised only where ranges differ. Exit code 1 if something could not be stored or
     loaded, or was wrong.
     """
