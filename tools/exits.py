@@ -26,10 +26,9 @@ class Exit(IntEnum):
 
 MEANINGS = {
     Exit.OK: "all is well",
-    Exit.PROBLEMS: "problems were found: the command did its work, and something is not as it should be",
-    Exit.USAGE: "an argument makes no sense, or a question could not be asked (no terminal and no `--yes`)",
-    Exit.PARTIAL: "a part was not done (something could not be read, written or removed, or time ran out), "
-    "and no problem was found in the rest: 1 goes before 3, in every command",
+    Exit.PROBLEMS: "the command did its work and found problems; 1 goes before 3",
+    Exit.USAGE: "an argument makes no sense, or nobody could be asked (no terminal and no `--yes`)",
+    Exit.PARTIAL: "a part was not done: unreadable, unwritable, or out of time",
     Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
     Exit.INTERRUPTED: "interrupted (Ctrl-C); after SIGTERM it is 143, after SIGHUP 129, and 141 where the "
     "reader of the output went away",

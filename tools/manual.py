@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType
@@ -21,47 +22,75 @@ from .exits import MEANINGS
 
 _HEAD = """# The command line
 
-`fskv` looks into a cache root from any machine that mounts it. It needs neither vLLM nor torch nor a GPU.
-This page is written by `python -m fskv_tools.manual`.
+`fskv` looks into a cache root from any machine that mounts it. `python -m fskv_tools.manual` writes
+this page.
 
-- `--root DIR` or the environment variable `FSKV_ROOT` says which root.
-- Results go to stdout; progress, warnings and questions to stderr. Progress and colour only on a terminal.
-- Namespaces and chunks are named by any prefix that is unique: of `ARCH/MODEL@DIGEST`, of the model, of the
-  digest; of `DIGEST/NAME.gGROUP[.rRANK]`, of the name, or by the engine's whole key in hex. Paths work too.
-  Of a chunk's name it takes three digits at least.
-- With `--json` every line is a JSON object with a `type`, and the last one is the summary. Sizes are integers
-  of bytes, times RFC 3339 in UTC, names are never shortened; where a name is no UTF-8, lone surrogates stand
-  for its bytes. New fields may come; none changes its meaning.
-- What deletes shows a plan first and asks. `--dry-run` stops after the plan, `--yes` does not ask; without a
-  terminal and without `--yes` it refuses. Ctrl-C is safe at any moment, and ends with 130; a second one ends
-  at once what the first one still finishes.
-- `fskv --version` says what `fskv version` says. `fskv --install-completion` makes your shell complete
-  commands, options and names.
+- `--root DIR` or the environment variable `FSKV_ROOT` names the root.
+- Results go to stdout; progress, warnings and questions to stderr. Only a terminal gets progress and colour.
+- Any unique prefix names a namespace (of `ARCH/MODEL@DIGEST`, the model or the digest) or a chunk (of
+  `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). An engine's whole key in hex and paths work too.
+- With `--json` every line is an object with a `type`, the last one of type `summary`. Sizes are bytes, times
+  RFC 3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Fields may come, none changes.
+- Commands that delete show a plan and ask. Without a terminal they refuse, but for `--yes`. Ctrl-C is safe at
+  any moment; a second one ends at once.
+- `fskv --install-completion` makes your shell complete commands, options and names.
 """
 
 
 def page() -> str:
     """Return the whole document."""
+    modules = {entry.name: importlib.import_module(entry.module) for entry in COMMANDS}
+    options = _said_twice(
+        (row.partition(" |")[0], row)
+        for one in modules.values()
+        for row in (parameter.row for parameter in _parameters(one.command))
+    )
+    fields = _said_twice(
+        (f"| `{field}`", f"| `{field}` | {_cell(text)} |")
+        for one in modules.values()
+        for kind in getattr(one, "LINES", {}).values()
+        for field, text in kind.items()
+    )
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
     parts[-1] += "".join(f"\n| {code.value} | {text} |" for code, text in MEANINGS.items())
-    parts[-1] += "\n"
-    parts += [_section(entry.name, importlib.import_module(entry.module)) for entry in COMMANDS]
+    parts += ["\n## What commands share\n", "| option | |\n|---|---|", *options]
+    parts += ["\n| field of JSON | |\n|---|---|", *fields, ""]
+    shared = {*options, *fields}
+    parts += [_section(name, module, shared) for name, module in modules.items()]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _section(name: str, module: Any) -> str:
+def _said_twice(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the rows that say the same in several commands, of each name the most common one."""
+    found = {name: row for (name, row), number in Counter(rows).most_common()[::-1] if number > 1}
+    return sorted(found.values())
+
+
+def _section(name: str, module: Any, shared: set[str]) -> str:
     parameters = list(_parameters(module.command))
-    words = ["[OPTIONS]"] if any(one.is_option for one in parameters) else []
-    words += [one.argument for one in parameters if not one.is_option]
-    parts = [f"## fskv {name}\n", f"```\nfskv {name} {' '.join(words)}".rstrip() + "\n```\n"]
+    arguments = [one.names[0] for one in parameters if not one.is_option]
+    options = [one.names[0] for one in parameters if one.is_option and one.row in shared]
+    takes = f", with {', '.join(f'`{one}`' for one in options)}" if options else ""
+    parts = [f"## fskv {name}\n", f"`{' '.join(['fskv', name, *arguments])}`{takes}\n"]
     parts.append(inspect.cleandoc(module.command.__doc__) + "\n")
-    if parameters:
-        rows = "\n".join(one.row for one in parameters)
-        parts.append(f"| argument or option | |\n|---|---|\n{rows}\n")
-    for kind, fields in getattr(module, "LINES", {}).items():
-        body = "\n".join(f"| `{field}` | {_cell(text)} |" for field, text in fields.items())
-        parts.append(f"JSON, `type` is `{kind}`:\n\n| field | |\n|---|---|\n{body}\n")
+    own = [one.row for one in parameters if one.row not in shared]
+    if own:
+        parts += ["| option | |\n|---|---|", *own, ""]
+    lines = getattr(module, "LINES", {})
+    if lines:
+        rows = [_line(kind, fields, shared) for kind, fields in lines.items()]
+        parts += ["| JSON | |\n|---|---|", *rows, ""]
     return "\n".join(parts)
+
+
+def _line(kind: str, fields: dict[str, str], shared: set[str]) -> str:
+    """Return the row of one kind of JSON line; what its fields share with other commands comes last."""
+    rows = {field: f"| `{field}` | {_cell(text)} |" for field, text in fields.items()}
+    told = [
+        f"`{field}`: {_cell(fields[field])}" for field, row in rows.items() if row not in shared
+    ]
+    others = [f"`{field}`" for field, row in rows.items() if row in shared]
+    return f"| `{kind}` | {'; '.join([*told, ', '.join(others)]).strip('; ')} |"
 
 
 def _parameters(function: Any) -> Iterator[_Parameter]:
@@ -92,7 +121,9 @@ class _Parameter:
 
     @property
     def names(self) -> list[str]:
-        """Return an option's names."""
+        """The names of an option, or what stands for an argument."""
+        if not self.is_option:
+            return [self.argument]
         # With Annotated the first declaration stands where the default would.
         first = [self.info.default] if str(self.info.default).startswith("-") else []
         return [*first, *(self.info.param_decls or ())] or [f"--{self.name.replace('_', '-')}"]
@@ -101,8 +132,8 @@ class _Parameter:
     def row(self) -> str:
         text = self.info.help or ""
         if not self.is_option:
-            return f"| `{self.argument}` | {_cell(text)} |"
-        value = "" if self.kind is bool else f" `{self._value()}`"
+            return f"| `{_cell(self.argument)}` | {_cell(text)} |"
+        value = "" if self.kind is bool else f" `{_cell(self._value())}`"
         if self.info.envvar:
             text += f" Environment: `{self.info.envvar}`."
         if value and self.default not in (None, inspect.Parameter.empty):
@@ -112,7 +143,7 @@ class _Parameter:
     def _value(self) -> str:
         plain = [one for one in get_args(self.kind) if one is not NoneType] or [self.kind]
         if isinstance(plain[0], type) and issubclass(plain[0], Enum):
-            return "\\|".join(one.value for one in plain[0])
+            return "|".join(one.value for one in plain[0])
         return self.info.metavar or {int: "N", float: "NUMBER"}.get(plain[0], "TEXT")
 
 

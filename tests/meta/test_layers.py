@@ -93,8 +93,8 @@ HOMES = {
         *("tools.endpoint", "tools.exporter"),
         "fskv.engines.prometheus",
     ),
-    # replay --plot, and report
-    "matplotlib": ("tools.replay.plot", "tools.report."),
+    # report
+    "matplotlib": ("tools.report.",),
     "jinja2": ("tools.report.",),
     # block_hashes: the engine's own keys, where it hashes with a *_cbor algorithm
     "cbor2": ("tools.block_hashes",),

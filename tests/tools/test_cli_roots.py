@@ -44,7 +44,7 @@ LOOKS = {
     "rm": ["rm", "{ns}", "--dry-run"],
     "prune garbage": ["prune", "--dry-run"],
 }
-NO_JSON = {"ls paths", "report"}
+NO_JSON = {"ls paths", "report", "top"}
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def option_names(name):
         if one.is_option
         for declared in one.names
         # A daemon; a file that is to be made anywhere; a server.
-        if declared not in ("--watch", "--html", "--metrics", "--root", "--to", "--plot")
+        if declared not in ("--watch", "--html", "--metrics", "--root", "--to")
     ]
 
 

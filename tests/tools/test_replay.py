@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -147,31 +148,32 @@ def test_the_curve_is_a_line_for_each_size_and_one_without_a_bound(path):
     assert few["requests"] == 3
 
 
+def test_a_size_that_changes_nothing_is_no_row(path):
+    shown = run("replay", path, "--json").lines[:-2]
+    hits = [line["hit_blocks"] for line in shown]
+    assert hits == sorted(set(hits)) != []
+    assert 0 not in hits
+    same = ("--sizes", "1TiB,2TiB,1KiB")  # the control: what was asked for is shown
+    assert len(run("replay", path, "--json", *same).lines) == 3 + 2
+
+
+def test_a_gzipped_trace_is_read_and_a_damaged_one_is_one_sentence(path, tmp_path):
+    with open(path, "rb") as file:
+        packed = gzip.compress(file.read())
+    (tmp_path / "trace.gz").write_bytes(packed)
+    assert run("replay", tmp_path / "trace.gz").stdout == run("replay", path).stdout
+    for content in (packed[:60], packed[:20] + bytes(40), packed[:2] + b"no"):
+        (tmp_path / "trace.gz").write_bytes(content)
+        done = run("replay", tmp_path / "trace.gz")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_without_json_there_is_a_table_with_bars(path):
     done = run("replay", path)
     assert done.exit_code == 0
     assert "no bound" in done.stdout
     assert "\u2588" in done.stdout
-
-
-@pytest.mark.parametrize("ending", ["svg", "png"])
-def test_the_plot_is_drawn(path, tmp_path, ending):
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / f"plot.{ending}"
-    assert run("replay", path, "--plot", str(plot)).exit_code == 0
-    assert plot.read_bytes()[:5] == {"svg": b"<?xml", "png": b"\x89PNG\r"}[ending]
-
-
-def test_a_plot_that_cannot_be_drawn_is_refused_in_one_sentence(path, tmp_path, monkeypatch):
-    done = run("replay", path, "--plot", str(tmp_path / "x.pdf"))
-    assert (done.exit_code, "ends in .svg or .png" in done.stderr) == (2, True)
-    without = tmp_path / "without"
-    without.mkdir()
-    monkeypatch.setattr(sys, "path", [str(without)])
-    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
-    done = run("replay", path, "--plot", str(tmp_path / "x.svg"))
-    assert (done.exit_code, 'extra "report"' in done.stderr) == (2, True)
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

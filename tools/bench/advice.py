@@ -1,8 +1,8 @@
 """Advice from the rates of a bench: which options suit this mount. Pure.
 
-Cold loads decide, because somebody waits for them; stores run in the background. Among settings within 5 % of
-the best the cheapest is advised: past the page cache, fewer threads, smaller chunks. Smaller
-differences are noise.
+Cold loads decide, because somebody waits for them; stores run in the background. Settings differ where their
+ranges over the rounds are apart. Among those that are like the fastest the cheapest is advised: past the page
+cache, fewer threads, smaller chunks. Where no setting differs nothing is advised.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from fskv.data_path.depth import wanted_threads
 
 from .store import O_DIRECT, Rates, file_layout
 
-NEAR = 0.95
-BYTES_PER_TOKEN = (
-    131072  # Llama-3-8B in 16 bits: 32 layers x 8 KV heads x 128 x (K and V) x 2 bytes
-)
+_APART = 0.95  # of the faster range's least: a slower range that ends below is apart
 _SPARE = 2  # of a deadline, beyond the slowest load that was seen
 
 
 class Advice(NamedTuple):
-    """A value for an option of the engine, and the reason."""
+    """A value for an option of the engine, None where no difference was measured, and the reason."""
 
     option: str
-    value: str
+    value: str | None
     why: str
 
 
 def best_of(found: Sequence[Rates]) -> Rates:
-    """Return the cheapest setting that is near the fastest load."""
-    near = NEAR * max(_rate(one) for one in found)
+    """Return the cheapest setting that is like the fastest load."""
     return min(
-        (one for one in found if _rate(one) >= near),
+        _like_fastest(found),
         key=lambda one: (one.mode != O_DIRECT, one.threads, one.chunk_nbytes, -_rate(one)),
     )
 
@@ -54,33 +50,55 @@ def advise(found: Sequence[Rates], answer_s: float | None, bytes_per_token: int)
     tokens = max(1, round(best.chunk_nbytes / bytes_per_token))
     alike = [one for one in found if _but_threads(one) == _but_threads(best)]
     direct_io = "auto" if best.mode == O_DIRECT else "off"
+    threads, auto = _io_threads(alike, best, answer_s)
     advice = [
-        Advice("transport", best.transport, _told(found, lambda one: one.transport)),
-        Advice("direct_io", direct_io, _told(found, lambda one: one.mode)),
-        Advice("io_threads", *_io_threads(alike, best, answer_s)),
-        Advice(
+        _compared("transport", best.transport, found, lambda one: one.transport),
+        _compared("direct_io", direct_io, found, lambda one: one.mode),
+        _compared("io_threads", threads, alike, lambda one: one.threads, f"; auto would be {auto}"),
+        _compared(
             "hybrid_chunk_size",
             f"about {tokens} tokens",
-            _told(found, lambda one: f"{one.chunk_nbytes >> 10} KiB"),
+            found,
+            lambda one: f"{one.chunk_nbytes >> 10} KiB",
         ),
-        Advice("load_deadline_s", *_deadline(best)),
+        _deadline(best),
     ]
-    return [one for one in advice if one.why]
+    return [one for one in advice if one is not None]
 
 
-def _io_threads(alike: Sequence[Rates], best: Rates, answer_s: float | None) -> tuple[str, str]:
-    """Advise `auto` unless the measured number that is nearest to what it takes is clearly slower."""
+def _compared(
+    option: str,
+    value: str,
+    found: Sequence[Rates],
+    key: Callable[[Rates], Hashable],
+    more: str = "",
+) -> Advice | None:
+    """Advise a value by the fastest loads of each; nothing where there is one, or where none differs."""
+    fastest: dict[Hashable, Rates] = {}
+    for one in sorted(found, key=_rate):
+        fastest[key(one)] = one
+    if len(fastest) < 2:
+        return None
+    named = ", ".join(
+        f"{name} {_rate(fastest[name]):.2f}" for name in dict.fromkeys(map(key, found))
+    )
+    told = f"loads in GB/s: {named}{more}"
+    if len(_like_fastest(list(fastest.values()))) == len(fastest):
+        return Advice(option, None, f"no difference measured; {told}")
+    return Advice(option, value, told)
+
+
+def _io_threads(alike: Sequence[Rates], best: Rates, answer_s: float | None) -> tuple[str, int]:
+    """Advise `auto` unless the measured number that is nearest to what it takes is slower."""
     config = StoreConfig(root="/")  # with the defaults
     file_nbytes = file_layout(best.chunk_nbytes).file_nbytes
     wanted = wanted_threads(answer_s, file_nbytes)
     auto = config.num_io_threads(config.staging_bytes // file_nbytes, wanted)
     nearest = min(alike, key=lambda one: abs(one.threads - auto))
-    is_good = _rate(nearest) >= NEAR * max(map(_rate, alike))
-    told = _told(alike, lambda one: f"{one.threads} threads")
-    return "auto" if is_good else str(best.threads), told and f"{told}; auto would be {auto}"
+    return "auto" if nearest in _like_fastest(alike) else str(best.threads), auto
 
 
-def _deadline(best: Rates) -> tuple[str, str]:
+def _deadline(best: Rates) -> Advice:
     """Advise the default unless the slowest round would have come near it."""
     deadline = StoreConfig(root="/").deadline
     nbytes = best.num_chunks * best.chunk_nbytes
@@ -89,16 +107,13 @@ def _deadline(best: Rates) -> tuple[str, str]:
     longer = _SPARE * slowest_s / allowed_s
     value = deadline.base_s if longer <= 1 else math.ceil(deadline.base_s * longer)
     why = f"{nbytes >> 20} MiB took {slowest_s:.2f} s at most; {allowed_s:.1f} s are allowed"
-    return f"{value:g}", why
+    return Advice("load_deadline_s", f"{value:g}", why)
 
 
-def _told(found: Sequence[Rates], key: Callable[[Rates], Hashable]) -> str:
-    """Return the fastest load for each value of a key, in words; nothing of one value."""
-    fastest: dict[Hashable, float] = {}
-    for one in found:
-        fastest[key(one)] = max(_rate(one), fastest.get(key(one), 0.0))
-    told = ", ".join(f"{name} {rate:.2f}" for name, rate in fastest.items())
-    return f"loads in GB/s: {told}" if len(fastest) > 1 else ""
+def _like_fastest(found: Sequence[Rates]) -> list[Rates]:
+    """Return the fastest load, and those whose ranges are not apart from its own."""
+    least = _APART * max(found, key=_rate).load["min"]
+    return [one for one in found if one.load["max"] >= least]
 
 
 def _rate(one: Rates) -> float:

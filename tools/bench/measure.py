@@ -18,7 +18,6 @@ from fskv.root.root import NamespaceDir
 from ..exits import NotDone, UsageError
 from ..interrupt import stopped_by_signals
 from ..terminal import progress, say
-from .lookup import measure_lookups
 from .store import PAGE_NBYTES, WAYS, Contestant, KvMemory, Rates, open_directory
 
 _MAX_THREADS = 64
@@ -63,14 +62,13 @@ class Settings:
     @property
     def disk_nbytes(self) -> int:
         """The most bytes on disk at any moment, with headers and directories: paths take turns."""
-        return self.round_nbytes * 5 // 4 + _DIRECTORIES_NBYTES * (1 + len(self.chunk_sizes))
+        return self.round_nbytes * 5 // 4 + _DIRECTORIES_NBYTES * len(self.chunk_sizes)
 
 
 class Found(NamedTuple):
     """The results of a bench."""
 
     rates: list[Rates]
-    lookups: dict[str, float]  # answers a second
     answer_s: float | None  # until a file is open and its first page read
 
 
@@ -107,8 +105,6 @@ def run_bench(settings: Settings) -> Found:
         except OSError as error:
             raise NotDone(f"{settings.directory}: cannot be written: {error.strerror}") from None
         answer_s = measure_answer_s(path, 0o600, direct=True)
-        directory = open_directory(os.path.join(path, "lookups"))
-        lookups = measure_lookups(directory, settings.rounds)
         memory = KvMemory(settings.round_nbytes, on_cuda=settings.on_cuda)
         for chunk in settings.chunk_sizes:
             directory = open_directory(os.path.join(path, str(chunk)))
@@ -118,7 +114,7 @@ def run_bench(settings: Settings) -> Found:
             for contestant in made:
                 contestant.close()
             made.clear()
-        return Found(rates, lookups, answer_s)
+        return Found(rates, answer_s)
     finally:
         with stopped_by_signals() as stop:
             for contestant in made:

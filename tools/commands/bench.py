@@ -18,15 +18,18 @@ LINES = {
         "transport": "host or gds",
         "mode": "O_DIRECT or buffered",
         "threads": "I/O threads",
-        "chunk_nbytes": "bytes of KV in a chunk file",
-        "num_chunks": "chunks of a round",
-        "store": f"10^9 bytes of KV a second: {_SPREAD}",
-        "load": "the same of loads that the page cache does not serve",
+        "chunk_nbytes": "KV in a chunk file",
+        "num_chunks": "of a round",
+        "store": f"10^9 bytes a second: {_SPREAD}",
+        "load": "the same, past the page cache",
     },
-    "advice": {"option": "of the engine", "value": "what suits this mount", "why": "text"},
+    "advice": {
+        "option": "of the engine",
+        "value": "what suits this mount; null where no difference was measured",
+        "why": "text",
+    },
     "summary": {
-        "answer_s": "seconds until a file is open and its first page read, or null",
-        "lookups": f"answers a second about chunks of which half are there: {_SPREAD}",
+        "answer_s": "until a file is open and its first page read, or null",
         "load": "10^9 bytes a second with the advised options",
         "tokens_per_s": "the same in tokens: a slower prefill loses to loading",
     },
@@ -51,11 +54,11 @@ def command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure store, load and lookup on the storage of a directory, and say which options suit it.
+    """Measure store and load on the storage of a directory, and say which options suit it.
 
-    Chunk files come and go as in an engine, and every byte that was loaded is compared. It takes about a
-    minute. It writes into a directory of its own below DIRECTORY and removes it, also after Ctrl-C. Exit
-    code 1 if something could not be stored or loaded, or was wrong.
+    Every loaded byte is compared. It takes a minute, in a directory of its own below DIRECTORY, which it
+    removes. Options are advised only where ranges differ. Exit code 1 if something could not be stored or
+    loaded, or was wrong.
     """
     # Not before: without the C extension these cannot be imported.
     from ..bench.advice import advise, best_of, break_even
@@ -81,13 +84,8 @@ def command(
             emit("rates", **asdict(rates))
         for line in advice:
             emit("advice", **line._asdict())
-        emit(
-            "summary",
-            answer_s=found.answer_s,
-            lookups=found.lookups,
-            load=best.load["median"],
-            tokens_per_s=tokens_per_s,
-        )
+        load = best.load["median"]
+        emit("summary", answer_s=found.answer_s, load=load, tokens_per_s=tokens_per_s)
         return
     numbers = ("KiB", "THREADS", "STORE GB/s", "LOAD GB/s")
     table = new_table("PATH", *numbers, right=numbers)
@@ -95,10 +93,10 @@ def command(
         cells = [str(one.chunk_nbytes >> 10), str(one.threads), _shown(one.store), _shown(one.load)]
         table.add_row(f"{one.transport} {one.mode}", *cells)
     print_table(table)
-    print(f"\nLookups: {found.lookups['median']:,.0f} chunks/s\n")
+    print()
     table = new_table("OPTION", "HERE", "WHY")
     for line in advice:
-        table.add_row(line.option, line.value, plain(line.why))
+        table.add_row(line.option, line.value or "-", plain(line.why))
     print_table(table)
     print(
         f"\nLoading gives {tokens_per_s:,.0f} tokens/s at {bytes_per_token} bytes of KV a token: "

@@ -25,16 +25,16 @@ LINES = {
     "problem": {
         "what": "`bad` (failed a check) or `failed` (the disk said no)",
         "name": "of the file or namespace",
-        "problem": "what is wrong, in words",
+        "problem": "in words",
     },
     "summary": {
-        "stored": "files that were stored",
+        "stored": "files",
         "stored_nbytes": "their length",
         "there": "good files that were there already",
-        "gone": "files that were pruned from the source meanwhile",
+        "gone": "files pruned from the source meanwhile",
         "bad": "files and namespaces that failed a check",
         "failed": "files and namespaces that could not be read or written",
-        "no_room": "files that were not stored because the root is full",
+        "no_room": "files for which the root is full",
         "unlistable": "directories that could not be listed",
         "dry_run": "whether nothing was written",
     },
@@ -95,10 +95,9 @@ def command(
 ) -> None:
     """Copy namespaces, or what was used of them lately, from one root to another.
 
-    Every file is checked, all of its bytes, between the read and the write. Good files that are there already
-    stay: if a copy was interrupted, run it again. It stops at a bound of the other root's living engines, and
-    prunes nothing. Times of last use are kept. What root writes is given to the owner of the other root;
-    where its engines could not read it nothing is written.
+    Every byte is checked. Good files that are there already stay: run an interrupted copy again. It stops at
+    a bound of the other root's living engines, and prunes nothing. Times of last use are kept. The other
+    root's owner gets the files; where it could not read them nothing is written.
 
     Exit code 1 if something is bad, 3 if something could not be read or stored.
     """

@@ -11,44 +11,44 @@ import typer
 from fskv.root.root import MANIFEST_FILE
 
 from ..exits import UsageError
-from ..options import JsonOption
+from ..options import JsonOption, root_option
 from ..plan.engine import Engine, of_model, of_namespace
 from ..recorded import resolve
-from ..terminal import emit, fill, iec, many, new_table, plain, print_table, si, size_option
+from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, si, size_option
 
 LINES = {
     "group": {
         "group": "index of the KV group",
         "group_kind": "full, mla, sliding_window, chunked_local or state",
-        "window_tokens": "integer or null",
-        "layer_names": "the engine's names of its layers; by arithmetic their numbers",
-        "tokens_per_block": "tokens of the engine's block",
-        "tokens_per_chunk": "tokens of a chunk",
-        "page_nbytes": "list: bytes of one block of each layer in one file",
-        "files_per_chunk": "files of a chunk: one for each rank, or slice of KV heads",
-        "file_nbytes": "length of a file",
+        "window_tokens": "or null",
+        "layer_names": "of the engine",
+        "tokens_per_block": "of the engine",
+        "tokens_per_chunk": "of fskv",
+        "page_nbytes": "of each layer's block, in one file",
+        "files_per_chunk": "one for each rank, or slice of KV heads",
+        "file_nbytes": "with its header",
     },
-    "warning": {"text": "what the planner warns of, as the engine will at its start"},
+    "warning": {"text": "what the engine will warn of at its start"},
     "summary": {
-        "source": "where the groups come from",
-        "notes": "list of texts: rules that were used",
+        "source": "of the groups",
+        "notes": "rules",
         "dtype": "of the model",
-        "kv_cache_dtype": "of the KV, as vLLM names it",
-        "blocks_per_chunk": "blocks of a chunk",
-        "max_model_len": "of the engine; null where a namespace does not say it",
-        "kv_nbytes_per_token": "KV of a token in all layers, on all ranks; states are not in it",
-        "disk_nbytes_per_token": "what a prompt leaves on disk, by its tokens",
-        "prompt_tokens": "tokens of the prompt that the following is about",
-        "prompt_files": "files that it leaves on disk at most",
-        "prompt_nbytes": "their bytes",
-        "hit_tokens": "tokens that a hit of it serves",
-        "hit_files": "files that the hit reads, on all ranks",
-        "hit_nbytes": "KV bytes that it reads, on all ranks",
-        "disk_tokens": "tokens of such prompts that --disk holds, or null",
-        "break_even_rate": "bytes per second at which loading takes as long as computing, or null",
+        "kv_cache_dtype": "of the KV",
+        "blocks_per_chunk": "of the engine",
+        "max_model_len": "null where a namespace does not say it",
+        "kv_nbytes_per_token": "on all ranks, without states",
+        "disk_nbytes_per_token": "of such a prompt",
+        "prompt_tokens": "of the prompt that what follows is about",
+        "prompt_files": "on disk, at most",
+        "prompt_nbytes": "of these files",
+        "hit_tokens": "of a hit of it",
+        "hit_files": "on all ranks",
+        "hit_nbytes": "of KV",
+        "disk_tokens": "of such prompts that --disk holds, or null",
+        "break_even_rate": "bytes/s at which loading takes as long as computing, or null",
     },
 }
-_NAMED = "The engine's option of this name."
+_NAMED = "As the engine's."
 _Text = Annotated[str, typer.Option(metavar="DTYPE", help=_NAMED)]
 _Number = Annotated[int | None, typer.Option(min=1, max=1 << 30, help=_NAMED, show_default=False)]
 
@@ -63,10 +63,11 @@ def command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A config.json or its directory; or the namespace.json of an engine, or its directory.",
+            help="A config.json or its directory, or a namespace.",
             show_default=False,
         ),
     ],
+    root: Annotated[str | None, root_option("The cache root of a namespace's name.")] = None,
     tp: Annotated[
         int,
         typer.Option("--tp", "-tp", "--tensor-parallel-size", min=1, max=1024, help="The ranks."),
@@ -79,11 +80,9 @@ def command(
     prefix_cache_retention_interval: Annotated[
         int, typer.Option(min=0, max=1 << 30, help=_NAMED)
     ] = 0,
-    hybrid_chunk_size: Annotated[
-        int | None, typer.Option(min=1, max=1 << 30, help="fskv's. Default: auto.")
-    ] = None,
+    hybrid_chunk_size: _Number = None,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 30, help="Tokens of a prompt, at most max_model_len.")
+        int, typer.Option(min=1, max=1 << 24, help="Tokens of a prompt, at most max_model_len.")
     ] = 8192,
     disk: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Say how many tokens a bound holds: 10TiB.")
@@ -95,14 +94,9 @@ def command(
 ) -> None:
     """Plan chunks, disk and hits of a model.
 
-    The KV groups are those of vLLM's own class of the model, which a process of its own builds without
-    weights (half a minute). A CPU build of vLLM takes some numbers for CUDA by rule, and says so. Where vLLM
-    is not installed, arithmetic knows full attention, sliding windows and MLA of common models, and refuses
-    the others. A namespace has its engine's own numbers. Chunks are chosen by the very planner that an engine
-    runs at its start, and its warnings are shown.
-
-    Disk is reckoned for prompts of --prompt-tokens that share nothing; shared prefixes take less, and of
-    windows and states an engine stores what its steps leave it, at most what is said here.
+    vLLM's own class of the model, built without weights, says which KV groups there are. Without vLLM,
+    arithmetic knows full attention, sliding windows and MLA of common models. A namespace has the numbers of
+    its engine: give its directory, or its name and --root. Disk is reckoned for prompts that share nothing.
     """
     bound = 0 if disk is None else size_option("--disk", disk)
     interval = prefix_cache_retention_interval
@@ -115,16 +109,21 @@ def command(
         "max_model_len": max_model_len,
         "prefix_cache_retention_interval": interval,
     }
-    if os.path.basename(model) == MANIFEST_FILE or os.path.exists(f"{model}/{MANIFEST_FILE}"):
+    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
+    if os.path.basename(path) != MANIFEST_FILE and os.path.exists(path):
+        engine = of_model(path, request, hybrid_chunk_size)
+    elif root is None and not os.path.exists(model):
+        raise UsageError(
+            f"{show(model)}: no such file; expected a config.json (`hf download MODEL config.json`), or a "
+            "namespace with --root DIR"
+        )
+    else:
         given = (platform, tp, dtype, kv_cache_dtype, block_size, max_model_len, hybrid_chunk_size)
         if given != (Platform.CUDA, 1, "auto", "auto", None, None, None):
             raise UsageError(
-                "a namespace has its engine's own settings: expected none of them here"
+                f"{show(model)}: no config.json; a namespace has its engine's own settings"
             )
-        engine = of_namespace(resolve(model, None), interval)
-    else:
-        path = os.path.join(model, "config.json") if os.path.isdir(model) else model
-        engine = of_model(path, request, hybrid_chunk_size)
+        engine = of_namespace(resolve(model, root), interval)
     length = min(prompt_tokens, engine.max_model_len or prompt_tokens)
     hit_tokens, hit_files, hit_nbytes = engine.hit(length)
     files, nbytes = engine.stored(length, hit_tokens)
@@ -134,7 +133,7 @@ def command(
         "notes": engine.notes,
         "dtype": engine.dtype,
         "kv_cache_dtype": engine.kv_cache_dtype,
-        "blocks_per_chunk": engine.geometry.blocks_per_chunk,
+        "blocks_per_chunk": engine.blocks_per_chunk,
         "max_model_len": engine.max_model_len,
         "kv_nbytes_per_token": round(engine.kv_nbytes_per_token, 3),
         "prompt_tokens": length,
@@ -150,7 +149,7 @@ def command(
     if as_json:
         for row in _rows(engine):
             emit("group", **row)
-        for warning in engine.geometry.warnings:
+        for warning in engine.warnings:
             emit("warning", text=warning)
         emit("summary", **facts)
     else:
@@ -165,12 +164,12 @@ def _rows(engine: Engine) -> list[dict[str, Any]]:
             "window_tokens": group.spec.window_tokens,
             "layer_names": group.layer_names,
             "tokens_per_block": group.spec.tokens_per_block,
-            "tokens_per_chunk": engine.geometry.tokens_per_chunk[at],
+            "tokens_per_chunk": group.spec.tokens_per_block * engine.blocks_per_chunk,
             "page_nbytes": group.page_nbytes,
             "files_per_chunk": engine.files_per_chunk,
-            "file_nbytes": engine.layout(at).file_nbytes,
+            "file_nbytes": engine.file_nbytes(group),
         }
-        for at, group in enumerate(engine.groups)
+        for group in engine.groups
     ]
 
 
@@ -183,31 +182,21 @@ def _print(engine: Engine, facts: dict[str, Any]) -> None:
         del row["page_nbytes"]
         table.add_row(*(plain(str(cell)) for cell in row.values()))
     print_table(table)
-    token, files = iec(facts["kv_nbytes_per_token"]), many(facts["prompt_files"], "file")
-    print(
-        fill(
-            f"by {engine.source}: {token} of KV a token in all layers, {engine.dtype}, "
-            f"KV {engine.kv_cache_dtype}"
-        )
+    length, files = facts["prompt_tokens"], many(facts["prompt_files"], "file")
+    per_token, read = round(facts["disk_nbytes_per_token"]), many(facts["hit_files"], "file")
+    kv, disk, hit = (
+        iec(facts[name]) for name in ("kv_nbytes_per_token", "prompt_nbytes", "hit_nbytes")
     )
-    print(
-        fill(
-            f"a prompt of {facts['prompt_tokens']:,} tokens leaves {files}, {iec(facts['prompt_nbytes'])} on "
-            f"disk: --bytes-per-token {round(facts['disk_nbytes_per_token'])} for `bench` and `replay`"
-        )
-    )
-    print(
-        fill(
-            f"a hit of it serves {facts['hit_tokens']:,} tokens and reads "
-            f"{many(facts['hit_files'], 'file')}, {iec(facts['hit_nbytes'])}"
-        )
-    )
+    said = [
+        f"by {engine.source}: {kv} of KV a token in all layers, {engine.dtype}, KV {engine.kv_cache_dtype}",
+        f"a prompt of {length:,} tokens leaves {files}, {disk} on disk: `--bytes-per-token {per_token}`",
+        f"a hit of it serves {facts['hit_tokens']:,} tokens and reads {read}, {hit}",
+    ]
     if facts["disk_tokens"] is not None:
-        print(fill(f"--disk holds {facts['disk_tokens']:,} tokens of such prompts"))
+        said.append(f"--disk holds {facts['disk_tokens']:,} tokens of such prompts")
     if facts["break_even_rate"] is not None:
         rate = si(facts["break_even_rate"])
-        print(fill(f"loading is faster when the storage gives more than {rate}/s"))
-    for warning in engine.geometry.warnings:
-        print(fill(f"warning: {warning}"))
-    for note in engine.notes:
-        print(fill(f"note: {note}"))
+        said.append(f"loading is faster when the storage gives more than {rate}/s")
+    said += [f"warning: {warning}" for warning in engine.warnings]
+    for text in said + [f"note: {note}" for note in engine.notes]:
+        print(fill(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,18 +10,17 @@ import typer
 from ..exits import UsageError
 from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
 from ..replay import curve
-from ..replay import plot as replay_plot
 from ..replay.curve import Point
 from ..replay.trace import TOKENS_PER_BLOCK, TraceError, read_trace
-from ..terminal import emit, iec, many, new_table, print_table, progress, say, size_option
+from ..terminal import emit, iec, many, new_table, print_table, progress, size_option
 
 LINES = {
     "size": {
         "nbytes": "size of the root, its `max_bytes`; null: no bound",
-        "hit_blocks": "blocks of the trace that would hit",
-        "hit_ratio": "the same by all blocks of the trace",
-        "of_best": "the same by what would hit without a bound",
-        "written_nbytes": "bytes of blocks that would be written",
+        "hit_blocks": "that would hit",
+        "hit_ratio": "of all blocks of the trace",
+        "of_best": "of what would hit without a bound",
+        "written_nbytes": "that would be written",
     },
     "summary": {
         "requests": "of the trace, or `--limit`",
@@ -40,7 +38,9 @@ def command(
     trace: Annotated[
         str,
         typer.Argument(
-            metavar="TRACE", help="A trace in the Mooncake JSONL format.", show_default=False
+            metavar="TRACE",
+            help="A trace in the Mooncake JSONL format, also gzipped.",
+            show_default=False,
         ),
     ],
     bytes_per_token: BytesPerTokenOption = BYTES_PER_TOKEN,
@@ -48,31 +48,22 @@ def command(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="Sizes of the root, such as 100GiB,1TiB. Default: powers of two that matter here.",
+            help="Sizes of the root, such as 100GiB,1TiB. Default: powers of two that change the hits.",
         ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first requests of the trace.")
     ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Draw the curve to this .svg or .png, too (needs matplotlib)."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much of a request trace would hit at which size of the root.
 
-    It simulates a root for each size and writes nothing. Pruning follows fskv's rules: what was used least
-    recently goes first, of a prompt its end before its beginning, until 3 % of the size are free. The root
-    starts empty, requests come one after the other, and all stores are in time.
+    It simulates a root for each size, with fskv's rules of pruning. The root starts empty, and requests come
+    one after the other.
 
     A trace has a JSON object on each line: `timestamp` in ms, and `hash_ids` with a chained hash for each
-    block of 512 tokens of the prompt. Other fields are ignored.
+    block of 512 tokens of the prompt.
     """
-    if plot is not None:
-        replay_plot.check(plot)
     named = sorted({size_option("--sizes", part) for part in sizes.split(",")}) if sizes else []
     try:
         requests = read_trace(trace, limit)
@@ -92,9 +83,7 @@ def command(
     with progress() as drawn:
         tracked = drawn.track(tried, description="sizes")
         points = [curve.simulate(requests, block_nbytes, nbytes) for nbytes in tracked]
-    if plot is not None:
-        replay_plot.draw(plot, points, best, num_blocks, os.path.basename(trace))
-        say(f"{plot}: drawn")
+    points = points if named else curve.telling(points)
     if not as_json:
         _print(points, best, num_blocks, block_nbytes)
         print(

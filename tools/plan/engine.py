@@ -19,7 +19,6 @@ from typing import Any
 
 from fskv.format.chunk_file import FileLayout
 from fskv.hybrid_planner import (
-    Geometry,
     GroupKind,
     GroupSpec,
     hit_cost,
@@ -44,7 +43,6 @@ _RULES = (
     "backend may choose others: --block-size), states in the model's own dtype, the KV dtype of Hopper"
 )
 _NO_CACHE = "vLLM turns prefix caching off for this model there: fskv stores nothing"
-_MAX_LOOKUPS = 1 << 20  # a hit is looked up chunk by chunk: more would only take long
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,17 @@ class Engine:
 
     source: str
     groups: tuple[Group, ...]
-    geometry: Geometry
+    blocks_per_chunk: int
     files_per_chunk: int
     retention_interval: int
     max_model_len: int | None  # None of a namespace
     dtype: str
     kv_cache_dtype: str
+    warnings: tuple[str, ...] = ()  # of the planner
     notes: tuple[str, ...] = ()
 
-    def layout(self, position: int) -> FileLayout:
-        pages = self.groups[position].page_nbytes
-        return FileLayout(self.geometry.blocks_per_chunk, pages, bytes(16))
+    def file_nbytes(self, group: Group) -> int:
+        return FileLayout(self.blocks_per_chunk, group.page_nbytes, bytes(16)).file_nbytes
 
     @property
     def kv_nbytes_per_token(self) -> float:
@@ -84,17 +82,9 @@ class Engine:
         )
 
     def hit(self, prompt_tokens: int) -> tuple[int, int, int]:
-        """Return the tokens that a prompt can hit at most, files that it reads and their bytes of KV.
-
-        Raises UsageError for a prompt with too many chunks to look up.
-        """
+        """Return the tokens that a prompt can hit at most, files that it reads and their bytes of KV."""
         specs = [group.spec for group in self.groups]
-        bpc, smallest = self.geometry.blocks_per_chunk, min(self.geometry.tokens_per_chunk)
-        if prompt_tokens // smallest * len(specs) > _MAX_LOOKUPS:
-            raise UsageError(
-                f"--prompt-tokens: found {prompt_tokens}, expected less in chunks of {smallest} tokens: "
-                "this cannot be planned"
-            )
+        bpc = self.blocks_per_chunk
         tokens = longest_hit(specs, bpc, prompt_tokens, 0, lambda _g, _c: Presence.HIT).tokens
         if not tokens:
             return 0, 0, 0
@@ -108,15 +98,15 @@ class Engine:
     def stored(self, prompt_tokens: int, hit_tokens: int) -> tuple[int, int]:
         """Return how many files a prompt that shares nothing leaves at most, and their bytes on disk."""
         files = nbytes = 0
-        for at, group in enumerate(self.groups):
-            count = prompt_tokens // self.geometry.tokens_per_chunk[at]
+        for group in self.groups:
+            count = prompt_tokens // (group.spec.tokens_per_block * self.blocks_per_chunk)
             if group.spec.kind in (GroupKind.SLIDING_WINDOW, GroupKind.STATE):
                 interval = self.retention_interval
                 boundaries = 1 + (prompt_tokens // interval if interval else 0)
-                needed = needed_chunks(group.spec, self.geometry.blocks_per_chunk, hit_tokens)
+                needed = needed_chunks(group.spec, self.blocks_per_chunk, hit_tokens)
                 count = min(count, boundaries * len(needed))
             files += count * self.files_per_chunk
-            nbytes += count * self.files_per_chunk * self.layout(at).file_nbytes
+            nbytes += count * self.files_per_chunk * self.file_nbytes(group)
         return files, nbytes
 
 
@@ -127,19 +117,13 @@ def of_namespace(identity: Identity, retention_interval: int) -> Engine:
     files = math.prod(identity.topology.get(name, 1) for name in ("tp", "pp", "pcp"))
     if identity.canonical_format is not None:
         files = int(identity.canonical_format.rpartition("/")[2])
-    bpc = identity.blocks_per_chunk
     return Engine(
         source="the engine's own namespace.json",
         groups=tuple(
             Group(spec, group.page_nbytes, group.layer_names)
             for spec, group in zip(specs(identity), identity.groups, strict=True)
         ),
-        geometry=Geometry(
-            bpc,
-            tuple(group.tokens_per_block * bpc for group in identity.groups),
-            tuple(sum(group.page_nbytes) * bpc for group in identity.groups),
-            (),
-        ),
+        blocks_per_chunk=identity.blocks_per_chunk,
         files_per_chunk=files,
         retention_interval=retention_interval,
         max_model_len=None,
@@ -154,30 +138,31 @@ def of_model(path: str, request: dict[str, Any], chunk_tokens: int | None) -> En
     `request` holds options by their names in vLLM's EngineArgs, and the platform. Raises UsageError, and
     ConfigError as the engine does.
     """
-    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
-    config, quant = _read(path), _read(beside) if os.path.exists(beside) else None
+    config = _without_quantisation(path, request)
     if vllm_is_installed():
-        source, answer = "vLLM's own class of the model", _ask_vllm(config, quant, request)
+        source, answer = "vLLM's own class of the model", _ask_vllm(config, request)
     else:
         source = "arithmetic from config.json; vLLM is not installed here"
-        answer = arithmetic.groups_of(config, quant, request)
+        answer = arithmetic.groups_of(config, request)
     groups = tuple(
         Group(GroupSpec(**(spec | {"kind": GroupKind(spec["kind"])})), tuple(pages), tuple(names))
         for spec, pages, names in answer["groups"]
     )
     retention_interval = request["prefix_cache_retention_interval"]
+    geometry = plan_geometry(
+        [group.spec for group in groups],
+        [group.page_nbytes[0] * len(group.page_nbytes) for group in groups],
+        hybrid_chunk_size=chunk_tokens or "auto",
+        tokens_per_hash=answer["tokens_per_hash"],
+        max_model_len=answer["max_model_len"],
+        retention_interval=retention_interval,
+    )
     notes = (_RULES,) * answer.get("by_rule", False)
     return Engine(
         source=source,
         groups=groups,
-        geometry=plan_geometry(
-            [group.spec for group in groups],
-            [group.page_nbytes[0] * len(group.page_nbytes) for group in groups],
-            hybrid_chunk_size=chunk_tokens or "auto",
-            tokens_per_hash=answer["tokens_per_hash"],
-            max_model_len=answer["max_model_len"],
-            retention_interval=retention_interval,
-        ),
+        blocks_per_chunk=geometry.blocks_per_chunk,
+        warnings=tuple(geometry.warnings),
         files_per_chunk=request["tensor_parallel_size"],
         retention_interval=retention_interval,
         max_model_len=answer["max_model_len"],
@@ -191,6 +176,23 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def _without_quantisation(path: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Read a config.json; refuse to guess the dtype of a KV that the checkpoint has scales for."""
+    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
+    config = _read(path)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    found = [part.pop("quantization_config", None) for part in parts]
+    if not any(found) and os.path.exists(beside):
+        found = [_read(beside).get("quantization")]
+    for quant in found:
+        scales = isinstance(quant, dict) and (
+            quant.get("kv_cache_scheme") or quant.get("kv_cache_quant_algo")
+        )
+        if scales and request["kv_cache_dtype"] == "auto":
+            raise UsageError(f"the checkpoint's KV is {scales!r:.60}; give --kv-cache-dtype")
+    return config
+
+
 def _read(path: str) -> dict[str, Any]:
     """Read a configuration as Python's json does, and so vLLM: Infinity is a number."""
     try:
@@ -202,14 +204,12 @@ def _read(path: str) -> dict[str, Any]:
     return tree
 
 
-def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _ask_vllm(config: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """Return what `model_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
     own_code = config.pop("auto_map", None)
-    files = {"config": config, "request": request, "hf_quant_config": quant}
     with tempfile.TemporaryDirectory(prefix="fskv-plan-") as directory:
-        for name, tree in files.items():
-            if tree is not None:
-                Path(directory, f"{name}.json").write_text(json.dumps(tree))
+        for name, tree in (("config", config), ("request", request)):
+            Path(directory, f"{name}.json").write_text(json.dumps(tree))
         words = [sys.executable, "-P", "-m", "fskv.engines.vllm.model_groups", directory]
         try:
             done = subprocess.run(

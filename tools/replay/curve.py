@@ -57,3 +57,9 @@ def usual_sizes(nbytes: int) -> list[int]:
     """Return the powers of two below `nbytes`, the largest ones: sizes to try for so many bytes of blocks."""
     top = (nbytes - 1).bit_length()
     return [1 << power for power in range(max(0, top - _STEPS), top)]
+
+
+def telling(points: Sequence[Point]) -> list[Point]:
+    """Return those of ascending sizes that hit more than the one before."""
+    hits = [0, *(point.hits for point in points)]
+    return [point for before, point in zip(hits, points, strict=False) if point.hits != before]

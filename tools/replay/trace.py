@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +29,13 @@ class Request:
 
 
 def read_trace(path: str, limit: int | None = None) -> list[Request]:
-    """Read a trace, at most `limit` requests of it; raises OSError and TraceError."""
+    """Read a trace, also one of gzip, at most `limit` requests of it; raises OSError and TraceError."""
     with open(path, "rb") as file:
-        return parse_trace(file, path, limit)
+        lines = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        try:
+            return parse_trace(lines, path, limit)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(f"{path}: damaged gzip: {error}") from None
 
 
 def parse_trace(lines: Iterable[bytes], name: str, limit: int | None = None) -> list[Request]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fskv import __version__
@@ -16,14 +16,7 @@ from fskv import __version__
 from .. import survey
 from ..endpoint import Endpoint
 from ..exits import CommandError
-from ..terminal import ago, iec, many, show
-
-_NAMES: dict[str, Callable[[survey.Found], Mapping[str, survey.Size]]] = {
-    "model": lambda one: {getattr(one.namespace.identity, "model_name", one.namespace.model): one},
-    "architecture": lambda one: {one.namespace.arch: one},
-    "tenant": lambda one: {one.namespace.tenant or "no tenant": one},
-    "kind of KV group": lambda one: one.kinds,
-}
+from ..terminal import ago, iec, many, rfc3339, show
 
 
 def check_installed() -> None:
@@ -36,12 +29,7 @@ def check_installed() -> None:
         raise CommandError(f"report: {error.name} is not installed; {hint}") from None
 
 
-def page(
-    seen: survey.Survey,
-    walk: survey.Walk,
-    judged: survey.Judged,
-    endpoints: Sequence[Endpoint] | None = None,
-) -> str:
+def page(seen: survey.Survey, walk: survey.Walk, endpoints: Sequence[Endpoint] = ()) -> str:
     """Return the whole page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -54,23 +42,17 @@ def page(
         loader=PackageLoader(__package__, "."),
         autoescape=True,
         finalize=finalize,
-        trim_blocks=True,
-        lstrip_blocks=True,
         undefined=StrictUndefined,
     )
     jinja.filters |= {"iec": iec, "many": many, "share": _share, "num": "{:,}".format}
     jinja.filters["ago"] = lambda ns: ago(ns, walk.at_ns)
-    parts = {what: walk.by(name_of) for what, name_of in _NAMES.items()}
     text = jinja.get_template("page.html.j2").render(
         seen=seen,
+        at=(rfc3339(seen.at_ns) or "")[:19].replace("T", " "),
         walk=walk,
-        judged=judged,
-        size=walk.total(),
-        unused={label: walk.unused(age_s) for label, age_s in survey.AGES},
+        unused=[(f"{days} d", walk.unused(days * survey.DAY)) for days in (1, 7, 30)],
         last_use=figures.by_last_use(walk),
-        reuse=[(label, n) for (label, _), n in zip(survey.AGES, judged.reuse, strict=True)],
-        parts={what: found for what, found in parts.items() if len(found) > 1},
-        amiss=survey.amiss(seen, walk, judged),
+        amiss=survey.amiss(seen, walk),
         endpoints=endpoints,
         colours=(figures.LIGHT, figures.DARK),
         version=__version__,

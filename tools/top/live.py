@@ -1,10 +1,12 @@
-"""The live screen of `fskv top`: the alternate screen, single keys, and everything put back at the end."""
+"""The live screen of `fskv top`, drawn by rich on the terminal's alternate screen until q or Ctrl-C."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import tty
@@ -12,14 +14,12 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from .frame import draw
 from .watch import Frame
 
-_QUIT, _DETAILS = b"qQ\x04", b"dD"  # the last of the first is Ctrl-D
-_TICK_S = 1.0  # what is shown of silence goes on counting, and a new size is drawn
-_FIXED, _TABLES = 15, 3  # lines beside the rows of tables, and tables that share the others
+_QUIT = b"qQ\x04"  # the last is Ctrl-D
+_TICK_S = 1.0  # the shown length of a silence goes on counting, and a new size is drawn
 
 
 def can_draw() -> bool:
@@ -29,21 +29,33 @@ def can_draw() -> bool:
 
 def run(frame: Callable[[], Frame], interval_s: float) -> None:
     """Draw until q is pressed. Raises KeyboardInterrupt."""
-    console, rest = Console(highlight=False), False
+    console = Console(highlight=False)
+    # A process that Ctrl-Z stops would leave its screen behind.
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False)
     with _keys() as keys, live:
         while True:
-            rows = max(2, (console.height - _FIXED) // _TABLES)
-            shown = draw(frame(), console.width, rows=rows, first=not rest, rest=rest)
-            hint = Text(f"  d {'overview' if rest else 'details'}   q quit", "dim")
-            live.update(Group(shown, hint), refresh=True)
+            live.update(fitting(frame(), console), refresh=True)
             if select.select(keys, [], [], min(interval_s, _TICK_S))[0]:
                 pressed = b"q"  # or the terminal is gone
                 with contextlib.suppress(OSError):
                     pressed = os.read(keys[0], 64) or b"q"
                 if any(key in _QUIT for key in pressed):
                     return
-                rest ^= any(key in _DETAILS for key in pressed)
+
+
+def fitting(frame: Frame, console: Console) -> Group:
+    """Return what fits on the screen: all, or without namespaces as many rows as there is room for."""
+    width, height = console.width, console.height
+
+    def is_too_high(rows: int, whole: bool = False) -> bool:
+        lines = console.render_lines(draw(frame, width, rows, whole=whole), pad=False)
+        return len(lines) > height
+
+    if not is_too_high(height, whole=True):
+        return draw(frame, width, height)
+    fit = bisect.bisect_left(range(1, height + 1), True, key=is_too_high)
+    return draw(frame, width, max(2, fit), whole=False)
 
 
 @contextlib.contextmanager
@@ -61,11 +73,6 @@ def _keys() -> Iterator[list[int]]:
         return
     try:
         tty.setcbreak(fd)
-        mode = termios.tcgetattr(fd)
-        mode[6][termios.VSUSP] = (
-            b"\x00"  # a process that Ctrl-Z stops would leave its screen behind
-        )
-        termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         yield [fd]
     finally:
         with contextlib.suppress(termios.error):
