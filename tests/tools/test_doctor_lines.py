@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+from places import REPOSITORY
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
@@ -223,13 +224,73 @@ def test_a_script_has_one_server(tmp_path):
         read(str(script))
 
 
-def test_a_file_of_vllms_own_is_read(tmp_path):
+COMPOSE = """
+services:
+  one:
+    environment: {VLLM_PLUGINS: none, STARTED: 2026-01-01}
+    command: >
+      --model m --shutdown-timeout 10 --kv-transfer-config 'JSON'
+  two:
+    environment: [VLLM_PLUGINS=fskv]
+    ports: ["8000:8000"]
+    command: [--model, m, --enable-lora, --shutdown-timeout=10, --kv-transfer-config, 'JSON']
+"""
+POD = """
+kind: Pod
+metadata: {name: engine}
+spec:
+  containers:
+    - name: vllm
+      env: [{name: VLLM_PLUGINS, value: other}, {name: X, valueFrom: {}}]
+      command: [sh, -c]
+      args:
+        - |
+          exec vllm serve m --kv-offloading-size 9 \\
+            --kv-transfer-config 'JSON'
+---
+kind: Service
+"""
+CHART = """
+servingEngineSpec:
+  modelSpec:
+    - name: mistral
+      enableLoRA: true
+      env: [{name: VLLM_PLUGINS, value: fskv}]
+      vllmConfig:
+        enablePrefixCaching: false
+        extraArgs: [--shutdown-timeout, "10", --kv-transfer-config, 'JSON']
+"""
+OPTIONS = "vllmConfig: {kvTransferConfig: JSON, blockSize: 16, shutdown-timeout: 10}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (COMPOSE, ["services.one.command: VLLM_PLUGINS", "services.two.command: enable_lora"]),
+        (POD, ["kv_offloading_size", "VLLM_PLUGINS", "shutdown_timeout"]),
+        (CHART, ["enable_prefix_caching", "enable_lora"]),
+        (OPTIONS, []),
+        (
+            f"{OPTIONS}\n---\nkind: A\nmetadata: {{name: b}}\nkv_transfer_config: JSON",
+            ["document 2: "],
+        ),
+        ("kv-transfer-config: JSON\nshutdown-timeout: 0", ["shutdown_timeout"]),
+    ],
+)
+def test_whatever_starts_servers_is_read(tmp_path, text, expected):
     pytest.importorskip("yaml")
-    path = tmp_path / "serve.yaml"
-    path.write_text(f"kv-transfer-config: {whole()}\nshutdown-timeout: 0\nenable_lora: true")
-    assert judged(path) == [("hint", "enable_lora"), ("hint", "shutdown_timeout")]
-    path.write_text(f"kv-transfer-config: '{whole()}'\nshutdown-timeout: 9")
-    assert judged(path) == []
+    path = tmp_path / "values.yaml"
+    path.write_text(text.replace("JSON", whole()))
+    found = [one.found for one in read(str(path))[0] if one.level not in (Level.OK, Level.NOTE)]
+    found = [one.replace("option '", "").partition("'")[0] for one in found]
+    assert len(found) == len(expected), found
+    assert all(one.startswith(words) for one, words in zip(found, expected, strict=True)), found
+
+
+def test_what_this_repository_deploys_is_read():
+    pytest.importorskip("yaml")
+    found = read(str(REPOSITORY / "deploy" / "kubernetes" / "fskv.yaml"))[0]
+    assert [one for one in found if one.level not in (Level.OK, Level.NOTE)] == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from fskv.config import StoreConfig
@@ -12,9 +13,10 @@ from fskv.errors import FskvError
 from fskv.kv_transfer.line import judge, wrong_fields
 from fskv.kv_transfer.multi import roles_of, stores_of
 
+from ..terminal import show
 from . import flags
 from .finding import Finding, Level, note, ok, problem
-from .serve_line import OPTION, is_flag, parse
+from .serve_line import OPTION, Given, is_flag, parse
 
 _NOT_STARTED = "an engine with it does not start: docs/options.md has the options"
 _OF_OPTION = re.compile(r"option '([^']+)': ")
@@ -23,11 +25,21 @@ _ANY_ROOT = "/fskv-doctor"  # in the place of a root that is none
 
 
 def read(text: str) -> tuple[list[Finding], list[StoreConfig]]:
-    """Judge a configuration: JSON, a file with it, or a server's line or file.
+    """Judge each configuration in JSON, a server's line or script, or YAML.
 
     Returns what was found, and the options of each store whose root can be looked at. Raises UsageError.
     """
-    given = parse(text)
+    findings: list[Finding] = []
+    known: list[StoreConfig] = []
+    for given in parse(text):
+        found, stores = _judged(given)
+        at = f"{show(given.where)}: " if given.where else ""
+        findings += [replace(one, found=f"{at}{one.found}") for one in found]
+        known += stores
+    return list(dict.fromkeys(findings)), list(dict.fromkeys(known))
+
+
+def _judged(given: Given) -> tuple[list[Finding], list[StoreConfig]]:
     transfer = given.transfer
     if not isinstance(transfer, dict) or not isinstance(transfer.get("kv_connector"), str):
         advice = f"give all of what is in {OPTION}"
@@ -49,8 +61,7 @@ def read(text: str) -> tuple[list[Finding], list[StoreConfig]]:
         for row, sentence in judge({**settings, "kv_role": role}, store)
     ]
     findings += _of_line(given.options)
-    known = [store for store in stores if store.root != _ANY_ROOT]
-    return list(dict.fromkeys(findings)), known
+    return findings, [store for store in stores if store.root != _ANY_ROOT]
 
 
 def _of_line(options: tuple[str, ...] | None) -> Iterator[Finding]:

@@ -1,7 +1,9 @@
 """Finds the `--kv-transfer-config` in what somebody has, with the server's other options.
 
-That is JSON, a line or a script with `vllm serve`, or the YAML file of its `--config`. vLLM's spellings are
-understood: the whole as JSON, or a part of it as `--kv-transfer-config.NAME VALUE`.
+That is JSON, a line or a script with `vllm serve`, the YAML file of its `--config`, or YAML that has servers
+started: Kubernetes, compose, values of a chart. Of YAML no schema is known: in any text, list or mapping the
+option counts, with what is beside and above it. vLLM's spellings are understood: the whole as JSON, or a part
+of it as `--kv-transfer-config.NAME VALUE`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import json
 import os
 import re
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fskv.kv_transfer.line import SETTINGS
@@ -23,10 +26,12 @@ from ..json_file import read_bytes
 from ..terminal import show
 
 OPTION = "--kv-transfer-config"
+_TRANSFER = "kv_transfer_config"
 _EXPECTED = f"expected JSON, a file, or a line of `vllm serve` with {OPTION}"
 _MAX_NBYTES = 1 << 20
 _PLUGINS_NAME = "VLLM_PLUGINS"
 _PLUGINS = re.compile(rf"(?:.*=)?{_PLUGINS_NAME}=(.*)", re.DOTALL)  # behind `--env=`, too
+_KNOWN = {name.replace("_", "").lower(): name for name in SETTINGS}  # as charts write them
 _DEFAULTS = {"shutdown_timeout": 0}  # of vLLM, for a server
 _FLAGS = {name for name in SETTINGS if name.startswith(("enable_", "calculate_"))}
 _SEPARATORS = "&|;\n"
@@ -40,10 +45,11 @@ class Given:
     transfer: Any
     settings: dict[str, Any] = field(default_factory=dict)  # by the names of fskv.kv_transfer.line
     options: tuple[str, ...] | None = ()  # words with the server's options; None: it shows nowhere
+    where: str = ""  # in a file with several
 
 
-def parse(given: str) -> Given:
-    """Find the configuration; raises UsageError where there is none, or it is no JSON."""
+def parse(given: str) -> list[Given]:
+    """Find the configurations; raises UsageError where there is none, or one is no JSON."""
     text, where, is_yaml = given.strip(), "--config", False
     names_file = os.path.isfile(text) or len(text.split()) == 1
     if names_file and not text.startswith(("{", "-")):
@@ -53,16 +59,16 @@ def parse(given: str) -> Given:
         except UnicodeDecodeError:
             raise UsageError(f"{where}: found no text, {_EXPECTED}") from None
     try:
-        if is_yaml:
-            found = _of_yaml(text)
-        elif text.lstrip().startswith("{"):
-            return Given(parse_json(text.encode()))
-        else:
-            found = _of_line(text)
-        transfer = found.pop(_bare(OPTION), None)
-        if transfer is not None:
-            settings = {name: value for name, value in found.items() if name in SETTINGS}
-            return Given(_transfer(transfer), {**_DEFAULTS, **settings}, found.get(""))
+        if text.lstrip().startswith("{") and not is_yaml:
+            return [Given(parse_json(text.encode()))]
+        servers = list(_of_yaml(text) if is_yaml else [("", _of_line(text))])
+        found = [
+            Given(_transfer(options[_TRANSFER]), _settings(options), options.get(""), at)
+            for at, options in servers
+            if options.get(_TRANSFER) is not None
+        ]
+        if found:
+            return found if len(found) > 1 else [replace(found[0], where="")]
     except (ValueError, RecursionError) as error:
         why = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise UsageError(f"{where}: {why}") from None
@@ -77,6 +83,10 @@ def parse(given: str) -> Given:
 
 def _bare(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    return _DEFAULTS | {name: value for name, value in options.items() if name in SETTINGS}
 
 
 def is_flag(option: str) -> bool:
@@ -96,19 +106,54 @@ def _transfer(value: Any) -> Any:
     return parse_json(value.encode())
 
 
-def _of_yaml(text: str) -> dict[str, Any]:
-    """Return the options in a file of `vllm serve --config`; by "" their words."""
+def _of_yaml(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the servers of a file, with where they are in it."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ValueError("PyYAML is not installed, which vLLM reads it with") from None
     try:
-        found = yaml.safe_load(text)
+        documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    named = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
-    words = tuple(f"--{name}" for name in named)
-    return {**{_bare(name): value for name, value in named.items()}, "": words}
+    for number, document in enumerate(documents, 1):
+        yield from _servers(document, f"document {number}" if len(documents) > 1 else "", {})
+
+
+def _servers(node: Any, at: str, above: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the options of each server in a tree, with those above it; by "" the server's own words."""
+    if isinstance(node, dict):
+        options = {re.sub("[-_]", "", str(name)).lower(): value for name, value in node.items()}
+        known = {_KNOWN[name]: value for name, value in options.items() if name in _KNOWN}
+        above = {**above, **known, **_plugins(node)}
+        if (transfer := options.get(_TRANSFER.replace("_", ""))) is not None:
+            words = None if at else tuple(f"--{name}" for name in node)
+            yield at, {**above, _TRANSFER: transfer, "": words}
+        for name, value in node.items():
+            if value is not transfer:
+                yield from _servers(value, f"{at}.{name}".strip("."), above)
+    elif isinstance(node, list):
+        words = [str(each) for each in node if not isinstance(each, dict | list)]
+        if any(word.startswith(OPTION) for word in words):
+            yield at, above | _of_line(shlex.join(words))
+            return
+        for number, value in enumerate(node):
+            yield from _servers(value, f"{at}[{number}]", above)
+    elif OPTION in str(node):
+        yield at, above | _of_line(str(node))
+
+
+def _plugins(node: dict[Any, Any]) -> dict[str, Any]:
+    """Return the plug-ins in the environment of a container: a mapping, or a list of either form."""
+    for value in node.values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict) and each.get("name") == _PLUGINS_NAME:
+                return {_PLUGINS_NAME: each.get("value")}
+            if isinstance(each, dict) and _PLUGINS_NAME in each:
+                return {_PLUGINS_NAME: each[_PLUGINS_NAME]}
+            if isinstance(each, str) and (found := _PLUGINS.fullmatch(each)):
+                return {_PLUGINS_NAME: found[1]}
+    return {}
 
 
 def _of_line(line: str) -> dict[str, Any]:
