@@ -1,22 +1,34 @@
-"""`fskv explain --prompt`: a text becomes the token ids that a server makes of it."""
+"""`fskv explain --prompt`: a text becomes the token ids that an engine makes of it, whoever tokenizes."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from test_explain import FULL, TOKENS, Prompted, identity_of
-from token_server import TokenServer
+from test_explain import FULL, Prompted, identity_of
+from token_server import TokenServer, make_tokenizer
 from tool_lab import fskv, run
 
-TEXT = "What is the capital of France?"
-OURS = (200, json.dumps({"count": len(TOKENS), "tokens": TOKENS}))
+tokenizers = pytest.importorskip("tokenizers", reason="it comes with vLLM")
+
+TEXT = " ".join(f"w{number % 97}" for number in range(330))
+CHUNKS = 10
 
 
 @pytest.fixture
-def lab(tmp_path):
+def model(tmp_path):
+    return make_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture
+def tokens(model):
+    return tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
+
+
+@pytest.fixture
+def lab(tmp_path, tokens):
     lab = Prompted(tmp_path / "kv")
-    lab.store(identity_of(FULL), TOKENS, range(10))
+    lab.store(identity_of(FULL), tokens, range(CHUNKS))
     return lab
 
 
@@ -46,59 +58,97 @@ def explained(lab, prompt, *options):
     return done.exit_code, done.summary and done.summary["hit_tokens"]
 
 
-def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, serve):
+@pytest.mark.parametrize("name", ["", "/tokenizer.json"])
+def test_the_models_tokenizer_makes_the_ids_and_the_only_namespace_needs_no_name(
+    lab, model, prompt, name
+):
+    assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (0, 32 * CHUNKS)
+    prompt.write_text("w1 " + TEXT)  # the control
+    assert explained(lab, prompt, "--tokenizer", f"{model}{name}") == (1, 0)
+
+
+def test_a_server_makes_the_ids_and_says_whose_namespace_it_is(lab, prompt, tokens, serve):
     lab.chunks(lab.namespace(), range(2))  # of another model
-    server = serve(OURS, lab.namespace_of(identity_of(FULL)).id)
-    assert explained(lab, prompt, "--url", server.url) == (0, 320)
+    server = serve(
+        (200, json.dumps({"count": 331, "tokens": tokens})), lab.namespace_of(identity_of(FULL)).id
+    )
+    assert explained(lab, prompt, "--url", server.url) == (0, 32 * CHUNKS)
     assert server.asked == [("/tokenize", {"prompt": TEXT})]
     chat = {"messages": [{"role": "user", "content": TEXT}]}
     prompt.write_text(json.dumps(chat))
-    assert explained(lab, prompt, "--url", server.url) == (0, 320)
+    assert explained(lab, prompt, "--url", server.url) == (0, 32 * CHUNKS)
     assert server.asked[1:] == [("/tokenize", chat)]
-    nameless = run("explain", "--prompt", prompt, "--url", serve(OURS).url, root=lab.path)
-    assert nameless.exit_code == 2
-    assert "expected NAMESPACE, the root has 2 namespaces: " in nameless.stderr
 
 
-def test_the_text_where_two_prompts_part_is_quoted(lab, prompt, serve):
-    changed = [*TOKENS[:100], TOKENS[100] + 1, *TOKENS[101:]]
-    how = ("--prompt", prompt, "--url", serve((200, json.dumps({"tokens": changed}))).url)
-    done = run("explain", "--json", *how, root=lab.path)
+@pytest.mark.parametrize("by_server", [False, True])
+def test_the_text_where_two_prompts_part_is_quoted(lab, model, prompt, tokens, serve, by_server):
+    words = TEXT.split()
+    changed = [*words[:100], "w7", *words[101:]]  # w3, in chunk 3: a token stands before the text
+    prompt.write_text(" ".join(changed))
+    if by_server:
+        ids = (
+            tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+            .encode(" ".join(changed))
+            .ids
+        )
+        how = ("--url", serve((200, json.dumps({"tokens": ids}))).url)
+        quoted = "'text of 32 tokens'"
+    else:
+        how, quoted = ("--tokenizer", model), " ".join(changed[95:105])
+    done = run("explain", "--prompt", prompt, "--json", *how, root=lab.path)
     (first, *_) = [line["text"] for line in done.lines if line["type"] == "cause"]
-    assert "in tokens 96 to 127: 'text of 32 tokens'" in first
+    assert "in tokens 96 to 127: " in first
+    assert quoted in first
     # The control: of token ids alone nobody knows the text.
-    done = run("explain", "--tokens", json.dumps(changed), root=lab.path)
-    assert "in tokens 96 to 127" in " ".join(done.stdout.split())
-    assert "text of" not in done.stdout
+    done = run("explain", "--tokens", json.dumps([*tokens[:101], 8, *tokens[102:]]), root=lab.path)
+    assert quoted not in done.stdout
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_server_without_prefix_caching_hits_nothing(lab, prompt, serve, caching):
-    server = serve(OURS, caching=caching)
+def test_a_server_without_prefix_caching_hits_nothing(lab, prompt, tokens, serve, caching):
+    server = serve((200, json.dumps({"tokens": tokens})), caching=caching)
     done = run("explain", "--prompt", prompt, "--url", server.url, root=lab.path)
     assert done.exit_code == (0 if caching else 1)
     assert ("prefix caching is off in this server" in done.stderr) is not caching
 
 
+def test_of_several_namespaces_one_is_asked_for(lab, model, prompt):
+    lab.chunks(lab.namespace(), range(2))
+    done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
+    assert done.exit_code == 2
+    assert "expected NAMESPACE, the root has 2 namespaces: " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "--prompt needs --url"),
+        ([], "expected one of --url and --tokenizer"),
+        (["--tokenizer", "/etc/hostname"], "expected a directory with tokenizer.json"),
+        (["--tokenizer", "/no/such/model"], "/no/such/model: No such file"),
         (["--url", "http://127.0.0.1:1"], "--url: http://127.0.0.1:1/metrics: "),
         (["--url", "what is this"], "--url: found 'what is this', expected http://HOST:PORT"),
     ],
 )
 def test_what_cannot_tokenize_is_one_sentence(lab, prompt, options, words):
-    done = fskv("explain", "--prompt", prompt, *options, root=lab.path)
+    done = fskv("explain", "--prompt", prompt, *options, root=lab.path, env={"HF_HUB_OFFLINE": "1"})
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [((404, "{}"), "HTTP 404"), ((200, "<html>"), "token 0: found '<html>'")],
+    [
+        ((404, "{}"), "HTTP 404"),
+        ((200, "<html>"), "token 0: found '<html>'"),
+    ],
 )
 def test_a_server_that_does_not_tokenize_is_one_sentence(lab, prompt, serve, answer, words):
     done = run("explain", "--prompt", prompt, "--url", serve(answer).url, root=lab.path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
+
+
+def test_a_chat_is_for_a_server(lab, model, prompt):
+    prompt.write_text('{"messages": []}')
+    done = run("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path)
+    assert (done.exit_code, "give --url" in done.stderr) == (2, True)

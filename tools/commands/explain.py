@@ -20,10 +20,12 @@ from ..explain.look import ChunkLook, Report, group_words, look_at, span
 from ..explain.tokens import (
     Asked,
     PromptOption,
+    TokenizerOption,
     TokensOption,
     UrlOption,
+    ask_server,
+    ask_tokenizer,
     namespace_at,
-    read_prompt,
     read_tokens,
 )
 from ..options import JsonOption, RootOption, complete_namespace
@@ -79,6 +81,7 @@ def command(
     tokens: TokensOption = None,
     prompt: PromptOption = None,
     url: UrlOption = None,
+    tokenizer: TokenizerOption = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The request's cache_salt.")
     ] = None,
@@ -100,15 +103,19 @@ def command(
     """
     if (tokens is None) == (prompt is None):
         raise UsageError("expected one of --prompt and --tokens")
-    if (url is None) != (prompt is None):
+    if ((url is None) == (tokenizer is None)) is not (prompt is None) or (tokens and url):
         raise UsageError(
-            "--prompt needs --url, a server that makes token ids of it; --tokens takes ids"
+            "expected one of --url and --tokenizer with --prompt, and none with --tokens"
         )
     view = RootView.open(root)
     of_server = namespace_at(url) if url else None
     where, identity = _namespace(view, name or of_server)
-    ids = read_prompt(prompt, url) if prompt and url else read_tokens(tokens or "")
-    asked = Asked(ids, cache_salt, url)
+    if prompt is None:
+        asked = Asked(read_tokens(tokens or ""), cache_salt)
+    elif url is not None:
+        asked = ask_server(prompt, url, cache_salt)
+    else:
+        asked = ask_tokenizer(prompt, tokenizer or "", cache_salt)
     if not re.fullmatch(rf"{re.escape(VLLM_TESTED)}(\.\d+)?", identity.engine_version):
         say(
             f"the keys are computed as vLLM {VLLM_TESTED} does, and this namespace is of vLLM "

@@ -1,4 +1,4 @@
-"""The token ids of a prompt: given as numbers, or made of a text by a server that runs.
+"""The token ids of a prompt: given as numbers, or made of a text by a tokenizer or a server that runs.
 
 A text becomes what `/v1/completions` makes of it; a chat is rendered by the server's own template.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -42,6 +42,13 @@ UrlOption = Annotated[
         metavar="URL", help="With --prompt: a server of vLLM that runs, for its /tokenize."
     ),
 ]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="With --prompt: a model's directory, its tokenizer.json, or its name on the hub.",
+    ),
+]
 
 _MAX_NBYTES = 64 << 20
 _MAX_TOKENS = 1 << 21
@@ -59,21 +66,15 @@ class Asked:
 
     tokens: Sequence[int]
     cache_salt: str | None = None
-    url: str | None = None  # of the server that made the ids
+    decode: Callable[[Sequence[int]], str] = lambda _ids: ""  # ids to text, where that can be had
 
     def prompt(self, identity: Identity) -> Prompt:
         """Return its chunks under an identity. Raises UsageError where the keys cannot be known."""
         return Prompt.of(identity, self.tokens, self.cache_salt)
 
     def text(self, start: int, end: int) -> str:
-        """Return the text of some of its tokens; nothing where no server tells it."""
-        if self.url is None:
-            return ""
-        try:
-            request = {"tokens": list(self.tokens[start:end])}
-            return str(json.loads(_ask(self.url, "/detokenize", request))["prompt"])
-        except (UsageError, ValueError, LookupError, TypeError, RecursionError):
-            return ""
+        """Return the text of some of its tokens; nothing where nobody tells it."""
+        return self.decode(self.tokens[start:end])
 
 
 def read_tokens(given: str) -> list[int]:
@@ -84,13 +85,42 @@ def read_tokens(given: str) -> list[int]:
     return _parsed(where, _text("--tokens", given, "a list such as 1,2,3 or a file with one"))
 
 
-def read_prompt(path: str, url: str) -> list[int]:
-    """Return the ids that a server makes of a text, or of a JSON object with `messages`.
-
-    Raises UsageError.
-    """
+def ask_server(path: str, url: str, cache_salt: str | None) -> Asked:
+    """Have a server make the ids of a text, or of a JSON object with `messages`. Raises UsageError."""
     text = _text("--prompt", path, "a file with the prompt")
-    return _parsed("--url", _ask(url, "/tokenize", _chat(text) or {"prompt": text}))
+    ids = _parsed("--url", _ask(url, "/tokenize", _chat(text) or {"prompt": text}))
+
+    def decode(some: Sequence[int]) -> str:
+        try:
+            return str(json.loads(_ask(url, "/detokenize", {"tokens": list(some)}))["prompt"])
+        except (UsageError, ValueError, LookupError, TypeError, RecursionError):
+            return ""
+
+    return Asked(ids, cache_salt, decode)
+
+
+def ask_tokenizer(path: str, model: str, cache_salt: str | None) -> Asked:
+    """Have a model's own tokenizer make the ids of a text. Raises UsageError."""
+    text = _text("--prompt", path, "a file with the prompt")
+    if _chat(text):
+        raise UsageError("--prompt: found a chat, which only a server can render: give --url")
+    try:
+        from tokenizers import Tokenizer
+
+        file = os.path.join(model, "tokenizer.json") if os.path.isdir(model) else model
+        is_path = os.path.exists(file) or model[:1] in "/.~"
+        found = Tokenizer.from_file(file) if is_path else Tokenizer.from_pretrained(model)
+        found.no_truncation()
+        found.no_padding()
+        return Asked(found.encode(text).ids, cache_salt, lambda ids: str(found.decode(list(ids))))
+    except ImportError:
+        raise UsageError("--tokenizer: the package tokenizers is not installed") from None
+    except Exception as error:  # whatever its Rust, a cache or the hub make of it
+        reason = show(" ".join(str(error).split())[:200])
+        raise UsageError(
+            f"--tokenizer: {show(model)}: {reason}; expected a directory with tokenizer.json, that file, or "
+            "a model of the hub"
+        ) from None
 
 
 def namespace_at(url: str) -> str | None:
