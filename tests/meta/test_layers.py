@@ -98,6 +98,8 @@ HOMES = {
     "jinja2": ("tools.report.",),
     # block_hashes: the engine's own keys, where it hashes with a *_cbor algorithm
     "cbor2": ("tools.block_hashes",),
+    # explain --prompt --tokenizer, where vLLM is
+    "tokenizers": ("tools.explain.tokens",),
     # doctor --config, where vLLM is
     "yaml": ("tools.doctor.serve_line",),
 }

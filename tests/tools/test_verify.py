@@ -27,6 +27,7 @@ pytest.importorskip("fskv_tools.cli", reason="the command line is not installed"
 
 from fskv_tools.check import judge
 from fskv_tools.check import run as check_run
+from fskv_tools.check.expect import expected_of
 from fskv_tools.commands import verify as command
 
 corruptions = pytest.importorskip("trials.corruptions")
@@ -101,6 +102,31 @@ def test_negative_control_with_a_check_switched_off_some_are_missed(tmp_path, ch
         score = corruptions.run(str(tmp_path), 150, seed=7)
     assert 0 < score.num_found < score.num_planted
     assert score.false_alarms == 0
+
+
+def test_every_single_byte_of_a_file_is_covered(lab):
+    where = lab.namespace(pages=(300, 400))  # one page of payload, most of it padding
+    path = lab.chunk(where, 1)
+    with open(path, "rb") as file:
+        good = file.read()
+    assert len(good) == 8192
+    expected = expected_of(where.identity, where.identity.digest16)
+    chunk = judge.ChunkName(os.path.basename(path)[:32], 0, None)
+    reader = judge.Reader(direct=False)
+
+    def finding():
+        return judge.judge(reader, path, chunk=chunk, expected=expected).finding
+
+    assert finding() == "ok"
+    uncovered = []
+    with open(path, "r+b", buffering=0) as file:
+        for at in range(len(good)):
+            os.pwrite(file.fileno(), bytes([good[at] ^ 1]), at)
+            if finding() == "ok":
+                uncovered.append(at)
+            os.pwrite(file.fileno(), good[at : at + 1], at)
+    assert uncovered == []
+    assert finding() == "ok"
 
 
 def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judged(lab):
