@@ -164,20 +164,33 @@ def test_the_seed_of_block_hashes_is_the_environment_s(config, monkeypatch):
     assert len({one.digest for one in seen}) == len(seen)
 
 
-# Some of each part, set to something else than the default; nothing else tells it.
+# Set to something else than the default, and nothing else tells it.
 COUNTING = {
     "additional_config": {"kernels": "int4"},
+    "attention_config.backend_per_kind": {"full_attention": "TRITON_ATTN"},
+    "attention_config.disable_flashinfer_q_quantization": True,
     "attention_config.flash_attn_version": 3,
+    "attention_config.indexer_kv_dtype": "mxfp4",
+    "attention_config.mla_prefill_backend": "FLASHINFER",
+    "attention_config.use_prefill_query_quantization": True,
+    "attention_config.use_trtllm_attention": True,
     "compilation_config.inductor_passes": {"mine": "mine.pass_"},
     "ec_transfer_config.ec_connector": "ECExampleConnector",
+    "kernel_config.linear_backend": "marlin",
+    "kernel_config.linear_backend_per_quant": {"nvfp4": "marlin"},
     "kernel_config.moe_backend": "marlin",
     "load_config.ignore_patterns": ["model-*"],
     "lora_config.target_modules": ["o_proj"],
     "model_config.code_revision": "main",
+    "model_config.model_class_overrides": {"LlamaForCausalLM": "mine:Model"},
     "model_config.model_impl": "transformers",
+    "model_config.multimodal_config.interleave_mm_strings": True,
+    "model_config.multimodal_config.media_io_kwargs": {"video": {"num_frames": 4}},
+    "model_config.multimodal_config.mm_device_do_normalize": False,
     "model_config.multimodal_config.mm_processor_kwargs": {"size": 4},
     "model_config.multimodal_config.video_pruning_rate": 0.5,
     "model_config.quantization": "fp8",
+    "model_config.quantization_config": {"ignore": ["lm_head"]},
     "parallel_config.worker_cls": "theirs.Worker",
 }
 VARIABLES = {
@@ -187,10 +200,23 @@ VARIABLES = {
     "NVIDIA_TF32_OVERRIDE": "1",
     "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
     "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_BATCH_INVARIANT": "1",
     "VLLM_CPU_INT4_W4A8": "1",  # its default, written out
+    "VLLM_DISABLED_KERNELS": "MarlinLinearKernel",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_USE_F16_ACCUM": "1",
     "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": "1",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1",
+    "VLLM_ROCM_USE_AITER": "1",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+    "VLLM_USE_DEEP_GEMM": "1",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_USE_MODELSCOPE": "1",
+    "VLLM_XPU_INC_WNA16_BACKEND": "w4a8",
     "XHS_VIDEO_JPEG_QUALITY": "10",
 }
 
@@ -254,6 +280,23 @@ def test_with_the_rule_inverted_a_field_of_a_later_vllm_does_not_split(config, m
     assert identity_of(config).digest == before.digest
     put(config, "kernel_config.moe_backend", "marlin")
     assert identity_of(config).digest != before.digest
+
+
+def test_a_part_of_a_later_vllm_counts_with_its_fields(config):
+    @dataclasses.dataclass
+    class Made:
+        rounding: str = "none"
+
+    put(config, "made_config", Made())
+    later_class = dataclasses.make_dataclass(
+        "Later",
+        [("made_config", object, dataclasses.field(default_factory=Made))],
+        bases=(type(config),),
+    )
+    object.__setattr__(config, "__class__", later_class)
+    assert counted(config) == set()
+    config.made_config.rounding = "some"
+    assert counted(config) == {"made_config.rounding"}
 
 
 def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
