@@ -69,12 +69,12 @@ def living(files: SharedFiles, beats: Iterable[Heartbeat], now_ns: int) -> list[
     """Return those of the living, as `living_heartbeats`."""
     known = {beat.name: beat for beat in beats if not provably_dead(beat.name)}
     published = files.published_ns(known)
-    # A time of the future is as old as can be.
-    return [
-        known[name]
-        for name, at in published.items()
-        if now_ns - clamp_mtime(at, now_ns) < _SILENT_S * 1e9
-    ]
+    return [known[name] for name, at in published.items() if is_recent(now_ns, at, _SILENT_S)]
+
+
+def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
+    """Return whether something is younger than `age_s`. A time of the future is as old as can be."""
+    return now_ns - clamp_mtime(mtime_ns, now_ns) < age_s * 1e9
 
 
 def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:

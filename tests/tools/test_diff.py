@@ -79,8 +79,6 @@ def test_two_models_are_said_to_be_two_without_advice(lab, weights):
     shown = " ".join(run("diff", *pair, root=lab.path).stdout.split())
     assert ("these are two models" in shown) is bool(weights)
     assert ("same name" in shown) is (not weights)
-    summary = run("diff", *pair, "--json", root=lab.path).lines[-1]
-    assert summary["shareable"] is (not weights)
 
 
 def test_one_namespace_is_said_to_be_one(lab):

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
 from world import wait_for
 
-from faults.mount import FaultyMount, why_not
+from faults.disk import DiskFaults
 
 pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 
@@ -137,38 +138,41 @@ def test_with_no_write_nothing_is_tried_and_strange_entries_stay(lab):
         assert (os.stat(lab.path).st_mtime_ns == stamp) is bool(options)
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("ops", [None, ["read"], ["create"]])
-def test_a_mount_that_hangs_is_a_finding_in_time(tmp_path, ops):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        lab.chunks(lab.namespace(), range(3))
-        sound = fskv("doctor", "--json", "--timeout", "20", root=mount.path)
-        assert sound.exit_code == 0, sound.stdout
-        mount.set({"hang": True, **({"ops": ops} if ops else {})})
-        start = time.monotonic()
-        done = fskv("doctor", "--json", "--timeout", "2", root=mount.path, timeout_s=90)
-        took_s = time.monotonic() - start
-        assert mount.fired()
-        assert done.exit_code == 1
-        assert any("did not answer in 2 s" in line["found"] for line in findings(done))
-        assert took_s < 60
-        mount.clear()
-        # What hung comes to its end, and cleans up.
-        wait_for(lambda: not any(n.startswith(".fskv-") for n in os.listdir(mount.backing)))
+@pytest.fixture
+def disk(lab, tmp_path, native_library):
+    return DiskFaults(native_library("disk"), pathlib.Path(lab.path), tmp_path / "faults")
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        Lab(mount.path)
-        mount.set({"ops": ["read"], "flip": 500_000})
-        done = fskv("doctor", *PATIENT, "--json", root=mount.path)
-        assert mount.fired()
-        assert done.exit_code == 1
-        assert of(done, "round trip")[0][0] == "problem"
-        mount.clear()
-        assert of(fskv("doctor", *PATIENT, "--json", root=mount.path), "round trip")[0][0] == "ok"
+@pytest.mark.parametrize(
+    "calls", [("open", "read", "pread", "stat", "write"), ("pread",), ("open",)]
+)
+def test_a_root_that_hangs_is_a_finding_in_time(lab, disk, calls):
+    lab.chunks(lab.namespace(), range(3))
+    sound = fskv("doctor", "--json", "--timeout", "20", root=lab.path, env=disk.env())
+    assert sound.exit_code == 0, sound.stdout
+    disk.set(*(f"{call} hang" for call in calls))
+    start = time.monotonic()
+    options = ("--json", "--timeout", "2")
+    done = fskv("doctor", *options, root=lab.path, env=disk.env(), timeout_s=90)
+    took_s = time.monotonic() - start
+    assert disk.matched()
+    assert done.exit_code == 1
+    assert any("did not answer in 2 s" in line["found"] for line in findings(done))
+    assert took_s < 60
+    disk.clear()
+    # What hung comes to its end, and cleans up.
+    wait_for(lambda: not any(name.startswith(".fskv-") for name in os.listdir(lab.path)))
+
+
+def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(lab, disk):
+    disk.set("pread flip at=500000", "read flip at=500000")
+    done = fskv("doctor", *PATIENT, "--json", root=lab.path, env=disk.env())
+    assert disk.fired()
+    assert done.exit_code == 1
+    assert of(done, "round trip")[0][0] == "problem", done.stdout
+    disk.clear()
+    done = fskv("doctor", *PATIENT, "--json", root=lab.path, env=disk.env())
+    assert of(done, "round trip")[0][0] == "ok"
 
 
 def test_a_read_only_root_is_a_problem_unless_engines_only_load(lab, monkeypatch):
@@ -243,23 +247,21 @@ def test_where_nothing_can_be_stored_is_a_problem_and_not_how_much_is_free(lab, 
     assert [level for level, _ in judged(90, keep_free=Share(70.0))] == ["problem"]
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_interrupted_it_leaves_nothing(tmp_path):
-    with FaultyMount(tmp_path) as mount:
-        lab = Lab(mount.path)
-        lab.chunks(lab.namespace(), range(3))
-        before = everything_below(mount.backing)
-        mount.set({"ops": ["fsync"], "delay_s": 5})
-        words = [sys.executable, "-m", "fskv_tools", "doctor", "--root", mount.path]
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        wait_for(mount.fired, 60)
-        assert everything_below(mount.backing) != before  # the probe is there
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 130, err
-        assert b"Traceback" not in err
-        mount.clear()
-        wait_for(lambda: everything_below(mount.backing) == before)
+def test_interrupted_it_leaves_nothing(lab, disk):
+    lab.chunks(lab.namespace(), range(3))
+    before = everything_below(lab.path)
+    disk.set("fsync slow_ms=5000")
+    words = [sys.executable, "-m", "fskv_tools", "doctor", "--root", lab.path]
+    env = {**os.environ, **disk.env()}
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
+    wait_for(disk.matched, 60)
+    assert everything_below(lab.path) != before  # the probe is there
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    disk.clear()
+    wait_for(lambda: everything_below(lab.path) == before)
 
 
 def test_damaged_and_hostile_maintenance_files_are_findings(lab):
