@@ -165,7 +165,7 @@ def test_a_root_that_hangs_is_a_finding_in_time(lab, disk, calls):
 
 
 def test_a_disk_that_changes_bytes_is_found_by_the_round_trip(lab, disk):
-    disk.set("pread flip at=500000", "read flip at=500000")
+    disk.set("read flip suffix=.part")
     done = fskv("doctor", *PATIENT, "--json", root=lab.path, env=disk.env())
     assert disk.fired()
     assert done.exit_code == 1
