@@ -133,9 +133,9 @@ def _servers(node: Any, at: str, above: dict[str, Any]) -> Iterator[tuple[str, d
             if value is not transfer:
                 yield from _servers(value, f"{at}.{name}".strip("."), above)
     elif isinstance(node, list):
-        words = [str(each) for each in node if not isinstance(each, dict | list)]
-        if any(word.startswith(OPTION) for word in words):
-            yield at, above | _of_line(shlex.join(words))
+        line = [str(each) for each in node if not isinstance(each, dict | list)]
+        if any(word.startswith(OPTION) for word in line):
+            yield at, above | _of_line(shlex.join(line))
             return
         for number, value in enumerate(node):
             yield from _servers(value, f"{at}[{number}]", above)
