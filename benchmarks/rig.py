@@ -118,7 +118,7 @@ def open_runner(
 ) -> JobRunner[HostSlot]:
     """Construct transport, store and runner as fskv.engines.vllm.worker does, for one KV group.
 
-    Without `native` each chunk takes the way of what is amiss, in Python.
+    Without `native` each chunk takes the slow way, in Python.
     """
     num_slots = config.staging_bytes // layout.file_nbytes
     transport = HostTransport(

@@ -101,7 +101,7 @@ class Maintainer:
         self._told: RootState | None = None
         self._told_at = self._news_at = float("-inf")
         self._bounds_said: dict[str, int] = {}
-        self._left_out: AbstractSet[str] = set()  # shared files that were told of
+        self._skipped: AbstractSet[str] = set()  # shared files that were told of
         self._said_lease = False
         self._states = StateLog(root=root)
         self._started = False
@@ -161,17 +161,17 @@ class Maintainer:
             self._let_go()
             usage = self._files.usage()
         self.seen = Seen(usage, beats, space, self._lease.held)
-        self._say_left_out()
+        self._say_skipped()
         self._report(usage, space)
         if usage is None:
             return _SOON_S
         return min(LOOK_S, max(_SOON_S, usage.look_s))
 
-    def _say_left_out(self) -> None:
-        left_out = self._files.left_out
-        for path in left_out.keys() - self._left_out:
-            self._states.say("file_left_out", logging.WARNING, path=path, reason=left_out[path])
-        self._left_out = left_out.keys()
+    def _say_skipped(self) -> None:
+        skipped = self._files.skipped
+        for path in skipped.keys() - self._skipped:
+            self._states.say("file_left_out", logging.WARNING, path=path, reason=skipped[path])
+        self._skipped = skipped.keys()
 
     async def try_step(self) -> float:
         """Do a step; what does not let us is logged, and tried again with the next one.

@@ -86,7 +86,7 @@ class SharedFiles:
         self._sync: bool | None = None  # unknown before the first write
 
     @property
-    def left_out(self) -> dict[str, str]:
+    def skipped(self) -> dict[str, str]:
         """The files that could not be used when they were last read: path -> why."""
         found = {f"{self._directory}/{name}": reason for name, reason in self._junk.items()}
         if self._no_usage:
@@ -143,7 +143,7 @@ class SharedFiles:
         self._write(USAGE_FILE, _encoded(usage), MAX_USAGE_NBYTES)
 
     def usage(self) -> Usage | None:
-        """Return what a leader last published, None if none did or it cannot be read: see `left_out`."""
+        """Return what a leader last published, None if none did or it cannot be read: see `skipped`."""
         self._no_usage = ""
         try:
             return _usage(_tree(self._read(USAGE_FILE, MAX_USAGE_NBYTES), MAX_USAGE_NBYTES))

@@ -28,7 +28,7 @@ The engine's thread calls submit_*, poll and wait, and none of them ever waits f
 - `drop` does the same for all jobs at once and gathers nothing: the engine has given its KV up.
 
 An I/O thread does all this in `fskv._native` without entering the interpreter. It comes back with a file for
-which something is amiss, and with each file where slots are not in host memory: `file_steps` does that file.
+which something is wrong, and with each file where slots are not in host memory: `file_steps` does that file.
 Both tell by events what became of a file. The engine's thread collects them; no other thread changes a job.
 """
 

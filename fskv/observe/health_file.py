@@ -45,7 +45,7 @@ def check_directory(path: str | None) -> None:
 
 
 class HealthFile:
-    """The health file and its thread. `look` returns what is amiss: condition -> sentence."""
+    """The health file and its thread. `look` returns the unhealthy conditions: name -> sentence."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class HealthFile:
 
     def _turn(self, *, ended: bool) -> None:
         try:
-            amiss = dict(self._look())
+            unhealthy = dict(self._look())
         except Exception as error:  # a bug in here must not look like a sick cache
-            amiss = {"unknown": f"its state cannot be read: {error!r}"}
+            unhealthy = {"unknown": f"its state cannot be read: {error!r}"}
         now = time.time()
-        self._since = {name: self._since.get(name, now) for name in amiss}
-        state = ENDED if ended else _state(amiss)
+        self._since = {name: self._since.get(name, now) for name in unhealthy}
+        state = ENDED if ended else _state(unhealthy)
         if self._written is None or self._written[0] != state:
             self._state_since = now
         why = tuple(
             f"{text[:_MAX_TEXT]} (since {_rfc3339(self._since[name])})"
-            for name, text in sorted(amiss.items())
+            for name, text in sorted(unhealthy.items())
         )
         due = time.monotonic() - self._written_at >= self._every_s
         if (state, why) == self._written and not due:
@@ -107,7 +107,7 @@ class HealthFile:
             "state": state,
             "since": _rfc3339(self._state_since),
             "why": list(why),
-            "conditions": sorted(amiss),
+            "conditions": sorted(unhealthy),
             "at": _rfc3339(now),
             "at_s": round(now, 3),
             "every_s": self._every_s,
@@ -127,12 +127,12 @@ class HealthFile:
         self._written, self._written_at = (state, why), time.monotonic()
 
 
-def _state(amiss: Mapping[str, str]) -> str:
-    if STARTING in amiss:
+def _state(unhealthy: Mapping[str, str]) -> str:
+    if STARTING in unhealthy:
         return "starting"
-    if _OFF & amiss.keys():
+    if _OFF & unhealthy.keys():
         return "stopped"
-    return "degraded" if amiss else "ok"
+    return "degraded" if unhealthy else "ok"
 
 
 def replace_file(path: str, content: Mapping[str, Any]) -> None:

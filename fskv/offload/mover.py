@@ -70,8 +70,8 @@ class News:
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
     written_nbytes: int = 0
     no_space: bool = False  # a store found the disk full
-    # What is amiss with movers, told when it changes: number -> condition of the health file -> in words.
-    amiss: dict[int, dict[str, str]] = field(default_factory=dict)
+    # Unhealthy conditions of movers, told when they change: number -> condition -> words.
+    unhealthy: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
@@ -80,7 +80,7 @@ class News:
             or self.failed_loads
             or self.written_nbytes
             or self.no_space
-            or self.amiss
+            or self.unhealthy
         )
 
     def merged(self, other: News) -> News:
@@ -94,7 +94,7 @@ class News:
             self.failed_loads | other.failed_loads,
             self.written_nbytes + other.written_nbytes,
             self.no_space or other.no_space,
-            self.amiss | other.amiss,
+            self.unhealthy | other.unhealthy,
         )
 
 
@@ -195,7 +195,7 @@ class Mover:
         self._store_failure: Status | None = None  # of the last store; None: it was written
         self._num_written = self._num_given_up = 0  # files of stores, since the start
         self._written_nbytes = 0
-        self._told_amiss: dict[str, str] = {}
+        self._told_unhealthy: dict[str, str] = {}
         logger.info(
             "fskv: rank %d: %s; %d I/O threads%s, %d staging slots of %d bytes at most",
             number,
@@ -328,21 +328,23 @@ class Mover:
     def take_news(self) -> News:
         """Return what the lookup must know, since the last call."""
         news, self._news = self._news, News()
-        if (amiss := self._amiss()) != self._told_amiss:
-            news.amiss[self.number] = self._told_amiss = amiss
+        if (unhealthy := self._unhealthy()) != self._told_unhealthy:
+            news.unhealthy[self.number] = self._told_unhealthy = unhealthy
         return news
 
-    def _amiss(self) -> dict[str, str]:
+    def _unhealthy(self) -> dict[str, str]:
         """Return a sentence for each condition of the health file that holds here."""
-        amiss = {}
+        unhealthy = {}
         if self._breaker.open:
-            amiss["breaker_open"] = f"breaker of rank {self.number} open: {self._breaker.reason}"
+            unhealthy["breaker_open"] = (
+                f"breaker of rank {self.number} open: {self._breaker.reason}"
+            )
         if self._store_failure is not None:
             status = self._store_failure.value
-            amiss["stores_fail"] = (
+            unhealthy["stores_fail"] = (
                 f"stores fail on rank {self.number} ({status}): the log says which file"
             )
-        return amiss
+        return unhealthy
 
     def gauges(self) -> dict[Gauge, float]:
         """Return what is in use now."""

@@ -15,14 +15,14 @@ from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
 from fskv.types import Status
 
-_CORRUPT_S = 600.0  # so long a corrupt chunk is said to be amiss
+_CORRUPT_S = 600.0  # so long a corrupt chunk is a condition
 _REFUSED_S = 5.0  # a burst of stores may be refused for a moment
 _BREAKER = "breaker_open"
 _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 
 
 class Watch:
-    """Belongs to the scheduler's thread; `_amiss` is called on that of the health file and only reads.
+    """Belongs to the scheduler's thread; `_unhealthy` is called on that of the health file and only reads.
 
     Whoever made it assigns `namespace`, `in_doubt` and `off` as they become known.
     """
@@ -38,19 +38,19 @@ class Watch:
         self._counted: dict[Metric, int] = {}  # of `_totals`, what the counters have
         self._num_corrupt = 0
         self._corrupt_at = -math.inf  # when the last one was found
-        self._amiss_of_movers: dict[int, dict[str, str]] = {}
+        self._unhealthy_movers: dict[int, dict[str, str]] = {}
         self._health: HealthFile | None = None
         self.health_file: str | None = None
         if config.health_file is not None:
             self.health_file = config.health_file.replace("{rank}", str(engine_rank))
             facts = {"root": config.root, "engine_rank": engine_rank, "version": __version__}
-            self._health = HealthFile(self.health_file, self._amiss, facts)
+            self._health = HealthFile(self.health_file, self._unhealthy, facts)
             self._health.start()
 
     def note(self, news: News) -> None:
         """Take what movers have told of themselves and of their loads."""
-        if news.amiss:
-            self._amiss_of_movers = self._amiss_of_movers | news.amiss
+        if news.unhealthy:
+            self._unhealthy_movers = self._unhealthy_movers | news.unhealthy
         num_corrupt = sum(status is Status.CORRUPT for status in news.failed_loads.values())
         if num_corrupt:
             self._num_corrupt += num_corrupt
@@ -102,37 +102,41 @@ class Watch:
     def _breaker_open(self) -> bool:
         """Return whether the lookup's own breaker is open, or a mover's by what it has told last."""
         return self._lookup.breaker.open or any(
-            _BREAKER in amiss for amiss in self._amiss_of_movers.values()
+            _BREAKER in unhealthy for unhealthy in self._unhealthy_movers.values()
         )
 
-    def _amiss(self) -> dict[str, str]:
+    def _unhealthy(self) -> dict[str, str]:
         """Return a sentence for each condition that is not as it should be."""
-        amiss: dict[str, str] = {}
-        for _, conditions in sorted(self._amiss_of_movers.items(), reverse=True):
-            amiss |= conditions  # of several that of the first rank
+        unhealthy: dict[str, str] = {}
+        for _, conditions in sorted(self._unhealthy_movers.items(), reverse=True):
+            unhealthy |= conditions  # of several that of the first rank
         if self.namespace is None and self.off is None:
-            amiss[STARTING] = "the workers have not opened the root yet"
+            unhealthy[STARTING] = "the workers have not opened the root yet"
         if self.in_doubt:
-            amiss["weights_in_doubt"] = "weights in doubt: neither loads nor stores until a restart"
+            unhealthy["weights_in_doubt"] = (
+                "weights in doubt: neither loads nor stores until a restart"
+            )
         if self.off is not None:
             condition, reason = self.off
-            amiss[condition] = reason
+            unhealthy[condition] = reason
         if self._lookup.breaker.open:
-            amiss[_BREAKER] = f"breaker open: {self._lookup.breaker.reason}"
+            unhealthy[_BREAKER] = f"breaker open: {self._lookup.breaker.reason}"
         if time.monotonic() - self._corrupt_at < _CORRUPT_S:
             found = self._num_corrupt
-            amiss["corrupt_chunks"] = f"{found} corrupt chunks were found, and recomputed"
+            unhealthy["corrupt_chunks"] = f"{found} corrupt chunks were found, and recomputed"
         if self._lookup.refused_s >= _REFUSED_S:
-            amiss["stores_refused"] = (
+            unhealthy["stores_refused"] = (
                 f"no room for {self._lookup.refused_s:.0f} s: nothing is stored; a bound or keep_free is "
                 "reached and pruning does not help"
             )
         if self._lookup.capacity is not None:
             if self._lookup.capacity.paused:
-                amiss["stores_paused"] = "stores paused: the disk is full"
+                unhealthy["stores_paused"] = "stores paused: the disk is full"
             if not self._lookup.capacity.up:
-                amiss["maintenance_gone"] = "no maintenance process is heard of: nothing is stored"
-        return amiss
+                unhealthy["maintenance_gone"] = (
+                    "no maintenance process is heard of: nothing is stored"
+                )
+        return unhealthy
 
 
 def root_gauges(state: RootState) -> dict[Gauge, float]:

@@ -206,18 +206,18 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     late = JobResult(7, True, True, 50, 2.0, late=True)
     first = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        news=News(stored={a: {0}}, failed_loads={b: Status.STALE}, amiss={0: {"x": "0"}}),
+        news=News(stored={a: {0}}, failed_loads={b: Status.STALE}, unhealthy={0: {"x": "0"}}),
         loads={7: [good]},
     )
     second = FskvWorkerMetadata(
         completed_jobs={1: 1},
-        news=News(stored={a: {1}}, not_stored={c}, amiss={1: {}}),
+        news=News(stored={a: {1}}, not_stored={c}, unhealthy={1: {}}),
         loads={7: [late], 8: [good]},
     )
     merged = pickle.loads(pickle.dumps(first)).aggregate(pickle.loads(pickle.dumps(second)))
     assert merged.completed_jobs == {1: 2}
-    amiss = {0: {"x": "0"}, 1: {}}
-    assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE}, amiss=amiss)
+    unhealthy = {0: {"x": "0"}, 1: {}}
+    assert merged.news == News({a: {0, 1}}, {c}, {b: Status.STALE}, unhealthy=unhealthy)
     assert merged.loads == {7: [good, late], 8: [good]}
     assert pickle.loads(pickle.dumps(ChunkKeys([a], 0.5))).allowed_s == 0.5
     assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]

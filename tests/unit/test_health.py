@@ -22,10 +22,10 @@ class Case:
     """A health file of something whose state a test sets."""
 
     def __init__(self, path, **options):
-        self.amiss = {}
+        self.unhealthy = {}
         self.path = str(path)
         options = {"look_s": 0.005, "every_s": 3600.0, **options}
-        self.file = HealthFile(self.path, lambda: self.amiss, {"root": "/mnt/kv"}, **options)
+        self.file = HealthFile(self.path, lambda: self.unhealthy, {"root": "/mnt/kv"}, **options)
 
     def read(self):
         with contextlib.suppress(FileNotFoundError), open(self.path) as file:
@@ -52,16 +52,16 @@ def test_it_says_what_is_amiss_since_when_and_that_it_is_over(make):
     assert case.read()["why"] == []
     assert case.read()["root"] == "/mnt/kv"
     assert case.read()["pid"] == os.getpid()
-    case.amiss = {"breaker_open": "breaker open: 8 failures in a row"}
+    case.unhealthy = {"breaker_open": "breaker open: 8 failures in a row"}
     wait_for(lambda: case.read()["state"] == "degraded")
     (why,) = case.read()["why"]
     assert why.startswith("breaker open: 8 failures in a row (since 20")
     assert case.read()["conditions"] == ["breaker_open"]
-    case.amiss = {**case.amiss, "weights_in_doubt": "weights in doubt"}
+    case.unhealthy = {**case.unhealthy, "weights_in_doubt": "weights in doubt"}
     wait_for(lambda: case.read()["state"] == "stopped")
-    case.amiss = {}
+    case.unhealthy = {}
     wait_for(lambda: case.read()["state"] == "ok")
-    case.amiss = {"starting": "not yet"}
+    case.unhealthy = {"starting": "not yet"}
     wait_for(lambda: case.read()["state"] == "starting")
     case.file.close()
     assert case.read()["state"] == "ended"
@@ -98,7 +98,7 @@ def test_a_reader_never_sees_half_of_it_and_no_part_is_left(make, tmp_path):
 
 def test_it_stays_small_whatever_is_said(make):
     case = make()
-    case.amiss = {"corrupt_chunks": "x" * 10**6}
+    case.unhealthy = {"corrupt_chunks": "x" * 10**6}
     wait_for(lambda: case.read().get("state") == "degraded")
     assert os.path.getsize(case.path) < 4096
 

@@ -44,7 +44,7 @@ def test_heartbeats_and_usage_are_read_as_they_were_written(shared):
         path.write_text(json.dumps({**json.loads(path.read_text()), "epoch": [1]}))
     assert files.heartbeats() == [mine]
     assert files.usage() == usage
-    assert files.left_out == {}
+    assert files.skipped == {}
     files.withdraw(mine.name)
     assert files.heartbeats() == []
 
@@ -91,7 +91,7 @@ def test_damaged_foreign_and_hostile_files_are_left_out_and_raise_nothing(shared
     for content in ("", "[]", "[" * 60_000, "9" * 5000, "\x00" * 100, *damaged):
         bad.write_text(content)
         assert [one.name for one in files.heartbeats()] == ["good"], content[:40]
-        assert files.left_out.keys() == {str(bad)}
+        assert files.skipped.keys() == {str(bad)}
     bad.unlink()
     os.symlink(shared / file_of("good"), bad)
     os.mkdir(shared / file_of("dir"))
@@ -111,7 +111,7 @@ def test_a_damaged_usage_is_none(shared, changes):
     assert files.usage() == Usage()  # the control
     (shared / "usage.json").write_text(json.dumps(asdict(Usage()) | changes))
     assert files.usage() is None
-    assert files.left_out.keys() == {str(shared / "usage.json")}
+    assert files.skipped.keys() == {str(shared / "usage.json")}
 
 
 def test_a_heartbeat_is_short_and_what_is_longer_is_neither_read_nor_written(shared):
@@ -122,7 +122,7 @@ def test_a_heartbeat_is_short_and_what_is_longer_is_neither_read_nor_written(sha
         files.publish(long)
     (shared / file_of("long")).write_text(json.dumps(asdict(long)))
     assert files.heartbeats() == []
-    assert "longer than 65536" in files.left_out[str(shared / file_of("long"))]
+    assert "longer than 65536" in files.skipped[str(shared / file_of("long"))]
     few = replace(long, limits=Limits(tenants={"t": 1}))
     files.publish(few)
     assert files.heartbeats() == [few]  # the control
