@@ -77,7 +77,7 @@ fuzz: $(SETUP) ## Anything in any file under running maintenance processes: do s
 mutants: $(SETUP) ## Take each safety check away: does a test notice? ARGS may name faults (half an hour)
 	@'$(PY)' -m trials.mutants $(ARGS)
 
-test: $(SETUP) ## Each promise, on real engines where one matters (10 minutes on 2 cores)
+test: $(SETUP) ## Each promise, on real engines where one matters (7 minutes on 2 quiet cores)
 	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
