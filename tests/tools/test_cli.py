@@ -313,6 +313,7 @@ def test_closed_and_full_streams_are_no_traceback(lab, words, redirection, code)
     around = {**os.environ, "FSKV_ROOT": lab.path}
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=around, timeout=60)
     assert b"Traceback" not in done.stdout + done.stderr, done.stderr
+    assert b"Errno" not in done.stderr
     assert done.returncode == code
     assert all(os.path.exists(path) for path in paths)
 
