@@ -62,6 +62,7 @@ COMMANDS = (
     Entry("version", SELF, "Print the versions of fskv and of its files."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
+_METAVARS = {"int range": "N", "float range": "NUMBER", "str": "TEXT"}  # as docs/cli.md has them
 
 
 def load(name: str) -> Any:
@@ -72,6 +73,8 @@ def load(name: str) -> Any:
     one.command(name, help=_paragraphs(function.__doc__))(function)
     command = typer.main.get_command(one)
     command.name = name
+    for parameter in command.params:
+        parameter.metavar = parameter.metavar or _METAVARS.get(parameter.type.name)
     return command
 
 

@@ -158,7 +158,7 @@ def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:
             dry_run=dry_run,
         )
         return
-    rate = f", {iec(nbytes / took_s)}/s" if nbytes and took_s > 0 else ""
+    rate = f", {iec(nbytes / took_s)}/s" if nbytes and took_s > 0 and not dry_run else ""
     words = [
         f"{many(files[Fate.STORED], 'file')} {'would be ' * dry_run}stored ({iec(nbytes)}{rate})"
     ]
