@@ -43,6 +43,7 @@ def test_no_width_cuts_an_options_name(name, width):
     function = importlib.import_module(entry.module).command
     options = [one for one in manual._parameters(function) if one.is_option]
     shown = run(name, "--help", env={"COLUMNS": str(width)}).stdout
+    assert " range>" not in shown
     for option in (word for one in options for word in one.names):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), option
 
