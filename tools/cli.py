@@ -52,7 +52,7 @@ COMMANDS = (
     Entry(
         "prune", BOUND, "Remove what was used least recently and what nobody needs, once or always."
     ),
-    Entry("rm", BOUND, "Remove namespaces or chunks."),
+    Entry("rm", BOUND, "Remove whole namespaces."),
     Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
     Entry("explain", TRUST, "Say why a prompt would hit or miss."),
@@ -62,6 +62,7 @@ COMMANDS = (
     Entry("version", SELF, "Print the versions of fskv and of its files."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
+_METAVARS = {"int range": "N", "float range": "NUMBER", "str": "TEXT"}  # as docs/cli.md has them
 
 
 def load(name: str) -> Any:
@@ -72,6 +73,8 @@ def load(name: str) -> Any:
     one.command(name, help=_paragraphs(function.__doc__))(function)
     command = typer.main.get_command(one)
     command.name = name
+    for parameter in command.params:
+        parameter.metavar = parameter.metavar or _METAVARS.get(parameter.type.name)
     return command
 
 
@@ -127,12 +130,18 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             leave(signal.SIGPIPE)
         except (CommandError, FskvError, OSError, MemoryError) as error:
-            words = str(error).removeprefix("option 'root': ") or type(error).__name__
-            say(f"fskv: {words}")
+            say(f"fskv: {_words(error)}")
             raise typer.Exit(_code(error)) from None
         if UNSEEN:
             raise typer.Exit(Exit.PARTIAL)
         return result
+
+
+def _words(error: Exception) -> str:
+    """Return what an error says, without the number that the system has for it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).removeprefix("option 'root': ") or type(error).__name__
 
 
 def _code(error: Exception) -> Exit:
@@ -190,7 +199,7 @@ def main() -> None:
             leave(signal.SIGPIPE)
         if not isinstance(ended, OSError):
             raise
-        say(f"fskv: {ended}")  # of the help, or of what was left in the buffer
+        say(f"fskv: output: {_words(ended)}")  # of the help, or of what was left in the buffer
         # What is left in the buffer has nobody to read it; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.PROBLEMS)

@@ -142,6 +142,7 @@ class _Parameter:
 
     def _value(self) -> str:
         plain = [one for one in get_args(self.kind) if one is not NoneType] or [self.kind]
+        plain = list(get_args(plain[0])) or plain  # of a list
         if isinstance(plain[0], type) and issubclass(plain[0], Enum):
             return "|".join(one.value for one in plain[0])
         return self.info.metavar or {int: "N", float: "NUMBER"}.get(plain[0], "TEXT")

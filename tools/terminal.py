@@ -32,6 +32,7 @@ _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MAX_AGE_S = 100 * 366 * 86400
 _NAMESPACE = re.compile(r"^(.+)(@[0-9a-f]{16})$")
+_FEW = 70  # columns that a listing with tenants needs
 _BESIDE = 60  # columns of a terminal, for what stands beside a name
 
 
@@ -93,7 +94,7 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     from rich import box
     from rich.table import Table
 
-    tty = sys.stdout.isatty()
+    tty, narrow = sys.stdout.isatty(), is_narrow()
     # Two cells between columns and nothing around them: 80 columns are few for names of models.
     table = Table(
         box=box.SIMPLE_HEAD if tty else None,
@@ -106,7 +107,10 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         if name in right:
             table.add_column(name, justify="right", no_wrap=True)
         else:
-            table.add_column(name, overflow="fold", min_width=17 if "@" in name else None)
+            digest = 17 if "@" in name else None
+            # With a least width alone rich cuts the last column of a narrow terminal.
+            width = digest if narrow else None
+            table.add_column(name, overflow="fold", min_width=digest, width=width)
     return table
 
 
@@ -275,6 +279,11 @@ def columns() -> int:
     with contextlib.suppress(OSError):
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     return 80
+
+
+def is_narrow() -> bool:
+    """Return whether stdout is too narrow for a listing with tenants."""
+    return columns() < _FEW
 
 
 def fill(text: str, indent: int = 0, hang: int | None = None) -> str:

@@ -43,6 +43,7 @@ def test_no_width_cuts_an_options_name(name, width):
     function = importlib.import_module(entry.module).command
     options = [one for one in manual._parameters(function) if one.is_option]
     shown = run(name, "--help", env={"COLUMNS": str(width)}).stdout
+    assert " range>" not in shown
     for option in (word for one in options for word in one.names):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), option
 
@@ -313,6 +314,7 @@ def test_closed_and_full_streams_are_no_traceback(lab, words, redirection, code)
     around = {**os.environ, "FSKV_ROOT": lab.path}
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=around, timeout=60)
     assert b"Traceback" not in done.stdout + done.stderr, done.stderr
+    assert b"Errno" not in done.stderr
     assert done.returncode == code
     assert all(os.path.exists(path) for path in paths)
 

@@ -478,3 +478,11 @@ def test_what_is_no_configuration_is_one_sentence(given, words, tmp_path, monkey
     done = run("doctor", "--config", given)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert words in done.stderr
+
+
+def test_two_roots_are_one_too_many(tmp_path):
+    """The one of the environment gives way."""
+    here, other = str(tmp_path), str(tmp_path / "other")
+    assert run("doctor", here, "--no-write", root=other).exit_code == 2
+    done = run("doctor", here, "--no-write", "--json", env={"FSKV_ROOT": other})
+    assert done.summary["root"] == here

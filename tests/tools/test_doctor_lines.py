@@ -300,6 +300,7 @@ def test_what_this_repository_deploys_is_read():
         ("[" * 30_000, "nested too deep"),
         ("kv-transfer-config: 2026-01-01", "no JSON could say this"),
         ("kv-transfer-config: $(KV)", "found $(KV), expected JSON"),
+        ("kv-transfer-config: '{'", "--kv-transfer-config: no JSON: Expecting"),
         ("kv-transfer-confg: {}", "did you mean --kv-transfer-config?"),
         ("!!python/object:os.system x", "could not determine a constructor"),
         ("", "found nothing, expected"),

@@ -79,6 +79,9 @@ def test_the_least_recently_used_go_until_the_size_is_reached(lab, where):
     check_lines("prune", done.lines)
     free = run("prune", "--free", 4 * one + 1, "--yes", root=lab.path)
     assert (free.exit_code, there(paths)) == (0, paths[:20])
+    for size, reached in ((20, True), (21, False)):
+        plan = run("prune", "--free", size * one, "--dry-run", root=lab.path)
+        assert ("would not be reached" not in plan.stderr) is reached
     more = run("prune", "--free", 21 * one, "--yes", root=lab.path)  # all would go for it
     assert (more.exit_code, there(paths)) == (2, paths[:20])
 

@@ -116,7 +116,7 @@ def test_the_page_says_what_is_on_disk(lab, tmp_path):
     nbytes = sum(os.stat(path).st_blocks * 512 for path in paths)
     done, text = report(lab, tmp_path)
     assert done.exit_code == 0, done.stderr
-    assert "about 50 files of " in done.stderr
+    assert "50 files in the root" in done.stderr
     found = check_page(text)
     for told in (
         *(f"{nbytes:,} bytes", "Chunk files 50 in 2 namespaces", "Nothing is amiss."),

@@ -79,6 +79,8 @@ def test_a_listing_fits_and_every_digest_stays_whole(lab, columns):
     lines = on_terminal(columns, "ls", "--root", lab.path)
     assert max(map(cell_len, lines)) <= columns
     assert lines[0].split()[:2] == ["ARCH", "MODEL@DIGEST"]  # no blank line above
+    assert lines[0].split()[-2:] == ["LAST", "USED"]  # the last column is not cut
+    assert sum("search" in line for line in lines) == 3  # tenants
     ids = run("ls", "-q", root=lab.path).stdout.split()
     for one in ids:
         digest = one[-17:]

@@ -19,7 +19,7 @@ from ..copying import Copier, Fate, Outcome, Room, open_destination
 from ..exits import UsageError, outcome
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, chunk_files
-from ..terminal import age_option, emit, iec, progress, say
+from ..terminal import age_option, emit, iec, many, progress, say
 
 LINES = {
     "problem": {
@@ -158,8 +158,10 @@ def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:
             dry_run=dry_run,
         )
         return
-    rate = f", {iec(nbytes / took_s)}/s" if nbytes and took_s > 0 else ""
-    words = [f"{files[Fate.STORED]:,} files {'would be ' * dry_run}stored ({iec(nbytes)}{rate})"]
+    rate = f", {iec(nbytes / took_s)}/s" if nbytes and took_s > 0 and not dry_run else ""
+    words = [
+        f"{many(files[Fate.STORED], 'file')} {'would be ' * dry_run}stored ({iec(nbytes)}{rate})"
+    ]
     for fate, text in (
         (Fate.THERE, "were there"),
         (Fate.BAD, "bad"),

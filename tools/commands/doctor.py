@@ -43,7 +43,7 @@ _STYLES = {
 def command(
     directory: Annotated[
         str | None,
-        typer.Argument(metavar="[DIR]", help="The same as --root.", show_default=False),
+        typer.Argument(metavar="DIR", help="The same as --root.", show_default=False),
     ] = None,
     root: Annotated[
         str | None,
@@ -73,6 +73,8 @@ def command(
     """
     if directory is not None and config is not None:
         raise UsageError("DIR, --config: found both, expected one of them")
+    if directory is not None and root not in (None, directory, os.environ.get("FSKV_ROOT")):
+        raise UsageError("DIR, --root: found both, expected one of them")
     if "" in (directory, root):
         raise UsageError("--root: found nothing, expected the directory of a cache root")
     found, configured = ([], []) if config is None else read(config)

@@ -71,7 +71,7 @@ def command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAMESPACE]",
+            metavar="NAMESPACE",
             autocompletion=complete_namespace,
             help="Whose prompt it is. Default: the namespace of the server of --url, or the only one of "
             "the root.",

@@ -20,6 +20,7 @@ from ..terminal import (
     columns,
     emit,
     iec,
+    is_narrow,
     last_use,
     many,
     new_table,
@@ -266,14 +267,18 @@ def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
 
 
 def _print_namespaces(rows: list[_Row], total: _Total) -> None:
-    tenants = any(row.namespace.tenant for row in rows)
+    narrow = is_narrow()  # a tenant stands below its namespace then
+    tenants = not narrow and any(row.namespace.tenant for row in rows)
     columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, "CHUNKS", "SIZE", "LAST USED"]
     table = new_table(*columns, right=("CHUNKS", "SIZE"))
     for row in rows:
         one = row.namespace
         cells = [one.arch, one.name, *[one.tenant or "-"] * tenants]
         cells += [f"{row.chunks:,}", iec(row.nbytes), last_use(row.last_used_ns)]
-        table.add_row(*map(plain, cells))
+        shown = list(map(plain, cells))
+        if narrow and one.tenant:
+            shown[1].append(f"\ntenant {show(one.tenant)}")
+        table.add_row(*shown)
     if len(rows) > 1:
         table.add_section()
         damaged = sum(row.namespace.problem is not None for row in rows)

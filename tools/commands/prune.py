@@ -238,6 +238,8 @@ class _Prune:
             reached = None if dry_run else True
         elif dry_run:
             say("nothing was removed")
+            if need.nbytes > nbytes or need.num_files > files:
+                say("the target would not be reached: nothing more could be removed")
         elif what and not confirm(f"Remove {what} from {self.plan.root}?", yes=yes):
             say("nothing was done")
         else:

@@ -48,9 +48,10 @@ def command(
     part = f"{os.path.dirname(path)}/.fskv-report-{unique_name()}.part"
     with publishing(path, 0o666, part=part, umask=True) as file:  # a page is for others to read
         file.write(data)
-    say(
-        f"{path}: {iec(len(data))}, about {many(seen.usage.num_files, 'file')} of {iec(seen.usage.nbytes)}"
-    )
+    shown = f"{many(seen.usage.num_files, 'file')} in the root, {iec(seen.usage.nbytes)}"
+    say(f"{path}: {iec(len(data))}; {shown}")
+    if seen.damaged:
+        say(f"{many(seen.damaged, 'damaged namespace')}: `fskv ls` says which, and why")
     partial = seen.unlistable or seen.problem or not all(one.total for one in answers)
     raise typer.Exit(outcome(problems=seen.damaged, partial=partial))
 

@@ -103,7 +103,10 @@ def _transfer(value: Any) -> Any:
             raise ValueError(f"no JSON could say this: {str(error)[:200]}") from None
     if re.fullmatch(r"\$[({]?\w+[)}]?", value):
         raise ValueError(f"{OPTION}: found {value}, expected JSON: put it in the place of its name")
-    return parse_json(value.encode())
+    try:
+        return parse_json(value.encode())
+    except ValueError as error:  # its line is one of the option's text
+        raise ValueError(f"{OPTION}: {error}") from None
 
 
 def _of_yaml(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
