@@ -26,12 +26,12 @@ from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostSlot, HostTransport
+from fskv.data_path.transports.protocol import Ready
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import GroupLayout, plan_job
 from fskv.namespace import GroupIdentity, Identity
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir, Root
-from fskv.transports.host import HostSlot, HostTransport
-from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status
 
 if TYPE_CHECKING:

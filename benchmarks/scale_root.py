@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.rig import BenchmarkError, open_namespace
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostSlot, HostTransport
 from fskv.format.chunk_file import FileLayout
 from fskv.root.root import NamespaceDir
-from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
 # docs/format.md; not from fskv.index.scan, which a first hit must not import.

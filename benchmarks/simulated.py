@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.rig import BenchmarkError
-from fskv.transports.protocol import Ready
+from fskv.data_path.transports.protocol import Ready
 
 if TYPE_CHECKING:
     import torch

@@ -1,8 +1,8 @@
 """A transport that does what a bad disk does, on a script.
 
-`FaultTransport` is a second implementation of `fskv.transports.protocol.Transport`: it wraps another one (a
-HostTransport over CPU tensors) and lets one event happen per operation. The script is data, one
-character an operation, as in borg's "rrEr":
+`FaultTransport` is a second implementation of `fskv.data_path.transports.protocol.Transport`: it wraps
+another one (a HostTransport over CPU tensors) and lets one event happen per operation. The script is data,
+one character an operation, as in borg's "rrEr":
 
     .  nothing           E  EIO             N  ENOSPC           S  ESTALE       A  EACCES
     M  ENOENT            s  short read      B  a bit flips in the slot, after the read
@@ -31,9 +31,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from fskv.data_path.transports import host
+from fskv.data_path.transports.protocol import OpenChunk, Transport
 from fskv.errors import ChunkCorrupt, ChunkTimedOut, chunk_error_from_os
-from fskv.transports import host
-from fskv.transports.protocol import OpenChunk, Transport
 
 OPERATIONS = ("open", "read", "gather", "scatter", "write")
 EVENTS = ".ENSAMsBHL"
@@ -273,7 +273,7 @@ class _FaultChunk:
 
 
 def install(
-    script: Events, modules: Sequence[str] = ("fskv.transports.host",)
+    script: Events, modules: Sequence[str] = ("fskv.data_path.transports.host",)
 ) -> Callable[[], None]:
     """Make every HostTransport of this process faulty from now on; returns a function that undoes it.
 

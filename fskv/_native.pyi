@@ -54,7 +54,7 @@ class Pages:
     # Buffers, or with a device (address, bytes).
     def __new__(cls, tensors: Sequence[Any], device: Device | None = None) -> Self: ...
 
-# See fskv.plan.spans.Placement. ValueError for a page that is outside its tensor.
+# See fskv.format.spans.Placement. ValueError for a page that is outside its tensor.
 class Placement:
     def __new__(cls, pages: Pages, places: Sequence[tuple[int, int, int, int]], /) -> Self: ...
 

@@ -20,6 +20,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fskv.data_path.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
+from fskv.data_path.transports.cuda import CudaBuffer, CudaDevice
+from fskv.data_path.transports.protocol import Native, OpenChunk
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -27,12 +30,9 @@ from fskv.errors import (
     NoSpace,
     chunk_error_from_os,
 )
+from fskv.format.spans import SpanTable
 from fskv.native import _native
-from fskv.plan.spans import SpanTable
 from fskv.root.filesystem import Space, block_nbytes
-from fskv.transports.chunk_fd import ChunkFd, open_chunk_fd, open_part
-from fskv.transports.cuda import CudaBuffer, CudaDevice
-from fskv.transports.protocol import Native, OpenChunk
 
 _OLDEST = (25, 10)
 

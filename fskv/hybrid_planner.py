@@ -2,7 +2,7 @@
 
 A hybrid model keeps several KV groups side by side (full attention, sliding window, recurrent state). A
 prefix can be served only where every group has its chunks. `plan_geometry` computes the size of a chunk,
-`needed_chunks` and `longest_hit` the chunks of a hit. `plan_job` of fskv.plan.spans, which this module also
+`needed_chunks` and `longest_hit` the chunks of a hit. `plan_job` of fskv.format.spans, which this module also
 exports, computes the place of their bytes. The engine's adapter translates the engine's objects into these
 numbers. No state: any thread may call.
 
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Literal
 
 from fskv.errors import ConfigError
-from fskv.plan.spans import GroupLayout, plan_job
+from fskv.format.spans import GroupLayout, plan_job
 from fskv.types import Presence
 
 __all__ = [

@@ -21,10 +21,10 @@ from benchmarks.gpu.busy import need_gpu
 from benchmarks.options import parser, positive, positive_float
 from benchmarks.report import command
 from benchmarks.rig import BenchmarkError
+from fskv.data_path.transports.arena import Arena
+from fskv.data_path.transports.cuda import CudaDevice, Driver
+from fskv.data_path.transports.cuda_native import NativeCuda
 from fskv.native import _native
-from fskv.transports.arena import Arena
-from fskv.transports.cuda import CudaDevice, Driver
-from fskv.transports.cuda_native import NativeCuda
 
 CHUNK, PAGE = 2 << 20, 64 << 10
 Slots = list[npt.NDArray[np.uint8]]

@@ -43,8 +43,8 @@ def main() -> str | None:
     need_gpu()
     import torch
 
-    from fskv.transports.cuda import CudaDevice
-    from fskv.transports.cuda_native import NativeCuda
+    from fskv.data_path.transports.cuda import CudaDevice
+    from fskv.data_path.transports.cuda_native import NativeCuda
 
     tensor = torch.zeros((64, 64 << 10), dtype=torch.int8, device="cuda")
     native = NativeCuda(CudaDevice([tensor]), _SLOT, 1, num_lanes=1)  # it tries its copies

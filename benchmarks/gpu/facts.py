@@ -31,7 +31,7 @@ def _said_by(*command: str) -> str:
 
 
 def _driver() -> str:
-    from fskv.transports import cuda
+    from fskv.data_path.transports import cuda
 
     version, number = ctypes.c_int(), ctypes.c_int()
     try:

@@ -124,7 +124,7 @@ bool blocks_fit(const Placement *placement, const Blocks *blocks)
     return blocks->base >= 0;
 }
 
-/* fskv.plan.spans.ChunkPlan.table is the same; NULL in `first` without memory. */
+/* fskv.format.spans.ChunkPlan.table is the same; NULL in `first` without memory. */
 static Spans spans_of(const Placement *placement, const Blocks *blocks, uint32_t first_block)
 {
     Spans spans = {malloc((size_t)blocks->num * (size_t)placement->num_places * sizeof(Span)), 0};
@@ -277,7 +277,7 @@ PyTypeObject PagesType = {
 
 PyTypeObject PlacementType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fskv._native.Placement",
-    .tp_doc = "Placement(pages, [(tensor, offset, stride, bytes)]): see fskv.plan.spans.Placement.",
+    .tp_doc = "Placement(pages, [(tensor, offset, stride, bytes)]): see fskv.format.spans.Placement.",
     .tp_basicsize = sizeof(Placement),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = Placement_new,

@@ -53,7 +53,7 @@ typedef struct {
     int64_t base;
 } Blocks;
 
-/* Contiguous bytes on both sides: a row of fskv.plan.spans.SpanTable. */
+/* Contiguous bytes on both sides: a row of fskv.format.spans.SpanTable. */
 typedef struct {
     int64_t tensor, in_tensor, in_payload, nbytes;
 } Span;

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 from fskv.config import LEAST_AUTO_THREADS, MOST_AUTO_THREADS
+from fskv.data_path.transports.chunk_fd import OPEN_PART, OPEN_READ, unlink_quietly
 from fskv.format.chunk_file import ALIGNMENT
-from fskv.transports.chunk_fd import OPEN_PART, OPEN_READ, unlink_quietly
 
 _LOOKS = 5
 _DISK_S = 0.0005  # a disk of the machine answers before that: eight threads are enough for it

@@ -14,9 +14,9 @@ from typing import Generic, cast
 
 from fskv.data_path.job import FileTask, State
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports import numa
+from fskv.data_path.transports.protocol import OwnSlot, SlotPool, SlotT, Transport
 from fskv.native import _native
-from fskv.transports import numa
-from fskv.transports.protocol import OwnSlot, SlotPool, SlotT, Transport
 from fskv.types import Status
 
 logger = logging.getLogger(__name__)

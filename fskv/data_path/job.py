@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from fskv.plan.spans import ChunkPlan
-from fskv.transports.protocol import Ready
+from fskv.data_path.transports.protocol import Ready
+from fskv.format.spans import ChunkPlan
 from fskv.types import FileId, Status, Use
 
 if TYPE_CHECKING:

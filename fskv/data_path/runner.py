@@ -58,8 +58,8 @@ from fskv.data_path.job import (
 )
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import HangProofPool, Readiness, has_fired
+from fskv.data_path.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.native import _native
-from fskv.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
 from fskv.types import Status
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import Generic, Protocol
 
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
+from fskv.data_path.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -36,14 +37,13 @@ from fskv.errors import (
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.format.integrity import DIGEST_NBYTES
+from fskv.format.spans import ChunkPlan, Placement
 from fskv.namespace import chunk_name
 from fskv.native import _native
-from fskv.plan.spans import ChunkPlan, Placement
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
 from fskv.root.process_id import part_names
-from fskv.transports.protocol import OpenChunk, SlotT, Transport
 from fskv.types import MAX_TOUCH_INTERVAL_S, FileId, Status, Use
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from fskv.native import _native
 from fskv.observe.state_log import Once
 
 if TYPE_CHECKING:
-    from fskv.transports.protocol import Ready
+    from fskv.data_path.transports.protocol import Ready
 
 _T = TypeVar("_T")
 OwnerT = TypeVar("OwnerT")

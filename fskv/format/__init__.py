@@ -1,1 +1,1 @@
-"""The bytes of chunk files. docs/format.md is the contract."""
+"""The bytes of chunk files, and where they lie in KV pages. docs/format.md is the contract."""

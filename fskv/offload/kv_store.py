@@ -20,6 +20,7 @@ from fskv.data_path.job import FileMove, JobResult
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import plan_at
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, layout_digest
@@ -27,7 +28,6 @@ from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News
 from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
-from fskv.plan.spans import plan_at
 from fskv.root.root import Root
 from fskv.types import ChunkId, FileId, Use
 

@@ -23,6 +23,9 @@ from fskv.data_path.job import FileMove, FileOutcome, JobResult
 from fskv.data_path.runner import STORE_QUEUE_S, JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import HangProofPool, call_with_deadline
+from fskv.data_path.transports import numa
+from fskv.data_path.transports.choice import open_transport
+from fskv.data_path.transports.protocol import Ready
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
 from fskv.native import _native
@@ -30,9 +33,6 @@ from fskv.observe import metrics
 from fskv.observe.metrics import Counters, Gauge
 from fskv.observe.state_log import StateLog
 from fskv.root.root import FORMAT_FILE, NamespaceDir
-from fskv.transports import numa
-from fskv.transports.choice import open_transport
-from fskv.transports.protocol import Ready
 from fskv.types import ChunkId, FileId, Status, Use
 
 if TYPE_CHECKING:

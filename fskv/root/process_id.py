@@ -34,7 +34,7 @@ _NAME = re.compile(
     r"(?P<host>.+)-(?P<pid>[1-9][0-9]{0,9})-(?P<token>[0-9a-f]{8})-[0-9]+", re.DOTALL
 )
 _OUR_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}-[1-9][0-9]{0,9}-[0-9a-f]{8}-[0-9]{1,20}")
-# Of files with which a transport tries out what a file system can do; fskv.transports.
+# Of files with which a transport tries out what a file system can do; fskv.data_path.transports.
 _OUR_PROBE = re.compile(r"probe-[0-9a-f]{16}")
 # Starts at random: a process that crashed and its successor may have the same pid.
 _COUNTER = itertools.count(secrets.randbits(40))

@@ -23,13 +23,13 @@ from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostTransport
 from fskv.engines.vllm import places
 from fskv.engines.vllm.files import file_layouts, own_files
 from fskv.engines.vllm.identity import engine_groups
 from fskv.errors import ConfigError, RestError
-from fskv.plan.spans import plan_job
+from fskv.format.spans import plan_job
 from fskv.root.root import Root
-from fskv.transports.host import HostTransport
 from fskv.types import FileId, Status
 
 pytestmark = VLLM

@@ -22,9 +22,9 @@ from fskv.config import Deadline, StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostTransport
 from fskv.format.chunk_file import parse_header
 from fskv.root.root import Root
-from fskv.transports.host import HostTransport
 from fskv.types import Status
 
 # --- tenants --------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ import fskv.root.root
 from fskv.config import StoreConfig
 from fskv.errors import RootError
 from fskv.format import integrity
-from fskv.transports.host import HostTransport
+from fskv.data_path.transports.host import HostTransport
 root, access, group = sys.argv[1:]
 config = StoreConfig.from_mapping({"root": root, "access": access})
 was, mode = fskv.root.root.Root.open, {"dir_mode": config.dir_mode, "file_mode": config.file_mode}

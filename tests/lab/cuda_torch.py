@@ -21,9 +21,9 @@ import torch
 from cuda_sim import Gpu, SimEvent
 from torch._C import DisableTorchFunctionSubclass as Plain
 
+from fskv.data_path.transports import cuda, kernels
+from fskv.data_path.transports.host import HostTransport
 from fskv.format.integrity import xxh3_rows
-from fskv.transports import cuda, kernels
-from fskv.transports.host import HostTransport
 
 LEFT_OUT = {
     "test_the_kernels_run_here": "Triton's kernels need a GPU; those of the simulation are the host's",

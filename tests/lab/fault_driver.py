@@ -19,8 +19,8 @@ from world import World
 from fskv.config import Deadline
 from fskv.data_path import job, runner
 from fskv.data_path.breaker import Breaker
+from fskv.data_path.transports import chunk_fd, host
 from fskv.format import chunk_file
-from fskv.transports import chunk_fd, host
 
 
 def gds_transport(*args, **options):

@@ -18,9 +18,9 @@ import torch
 from cuda_sim import simulation
 from cuda_torch import moved_to_device, on_simulation
 
+from fskv.data_path.transports.cuda import CudaDevice
+from fskv.data_path.transports.cuda_native import NativeCuda
 from fskv.gds_io import GdsSlot, GdsTransport
-from fskv.transports.cuda import CudaDevice
-from fskv.transports.cuda_native import NativeCuda
 
 
 def needs_kvikio():

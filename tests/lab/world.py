@@ -186,10 +186,10 @@ class World:
 
         from faults.transport import FaultTransport, Script
         from fskv.data_path.store import ChunkStore
+        from fskv.data_path.transports.host import HostTransport
         from fskv.format.chunk_file import FileLayout
-        from fskv.plan.spans import GroupLayout
+        from fskv.format.spans import GroupLayout
         from fskv.root.root import Root
-        from fskv.transports.host import HostTransport
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)
@@ -271,7 +271,7 @@ class World:
 
     def request(self, number, block_ids, first_block=0):
         from fskv.data_path.job import FileMove
-        from fskv.plan.spans import plan_job
+        from fskv.format.spans import plan_job
 
         (plan,) = plan_job(
             [self.layout],

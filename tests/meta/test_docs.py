@@ -22,10 +22,10 @@ from fskv import __version__, namespace
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostSlot, HostTransport
 from fskv.format.chunk_file import FileLayout
 from fskv.kv_transfer.multi import MultiConfig, stores_of
 from fskv.root.root import NamespaceDir
-from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
 DOCUMENTS = [

@@ -33,7 +33,6 @@ LAYERS = {
         "fskv.format.",
         "fskv.hybrid_planner",
         "fskv.namespace",
-        "fskv.plan.",
         "fskv.root.mounts",
     ),
     2: (
@@ -44,7 +43,7 @@ LAYERS = {
         "fskv.index.",
         "fskv.observe.",
         "fskv.root.",
-        "fskv.transports.",
+        "fskv.data_path.transports.",
     ),
     3: ("fskv.bounds.", "fskv.data_path.", "fskv.maintenance", "fskv.offload."),
     4: ("fskv.engines.", "tools."),
@@ -56,7 +55,7 @@ HOMES = {
     "sglang": ("fskv.engines.sglang.",),
     "lmcache": ("fskv.engines.lmcache.",),
     "msgspec": ("fskv.engines.sglang.server",),
-    "kvikio": ("fskv.gds_io", "fskv.transports."),
+    "kvikio": ("fskv.gds_io", "fskv.data_path.transports."),
     # what images are, as vLLM's own names of them are made
     # what vLLM's models were built with, and where their parts lie
     "transformers": ("fskv.engines.",),
@@ -70,14 +69,14 @@ HOMES = {
     ),
     # bench --cuda: KV pages on a GPU
     "torch": (
-        *("fskv.gds_io", "fskv.transports.", "fskv.offload.mover"),
+        *("fskv.gds_io", "fskv.data_path.transports.", "fskv.offload.mover"),
         *("fskv.engines.", "tools.bench.store", "tools.commands.bench"),
     ),
-    "triton": ("fskv.transports.",),
+    "triton": ("fskv.data_path.transports.",),
     "numpy": (
-        "fskv.plan.",
+        "fskv.format.spans",
         "fskv.gds_io",
-        "fskv.transports.",
+        "fskv.data_path.transports.",
         "fskv.engines.",
         "fskv.index.",
         "fskv.bounds.evict",
@@ -105,7 +104,7 @@ HOMES = {
 }
 # Only where they are used, so that a machine without them can import the module.
 LAZY = {
-    "torch": ("fskv.gds_io", "fskv.transports.", "fskv.offload.", "tools."),
+    "torch": ("fskv.gds_io", "fskv.data_path.transports.", "fskv.offload.", "tools."),
     "huggingface_hub": ("fskv.",),
     "kvikio": ("fskv.",),
     "triton": ("fskv.",),
@@ -289,7 +288,9 @@ def test_negative_control_a_bad_import_is_found(module, source, complaint):
 
 
 def test_negative_control_a_long_file_and_a_good_one_are_told_apart():
-    good = "import os\nfrom fskv.transports import host\ndef f():\n    import torch, kvikio"
+    good = (
+        "import os\nfrom fskv.data_path.transports import host\ndef f():\n    import torch, kvikio"
+    )
     most = good + "\n1" * (MAX_CODE_LINES - code_lines(good))
     assert complaints("fskv.gds_io", most) == []
     explained = f'"""Say.\n\nWhy."""\n{most}\n# because\n\n'

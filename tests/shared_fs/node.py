@@ -21,12 +21,12 @@ from fskv.config import Deadline, StoreConfig
 from fskv.data_path import runner, store
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
+from fskv.data_path.transports import host
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import GroupLayout, plan_job
 from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
 from fskv.namespace import GroupIdentity, Identity
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import Root
-from fskv.transports import host
 from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, FileId, Presence
 from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
 from shared_fs.letterbox import serve

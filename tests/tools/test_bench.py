@@ -16,10 +16,10 @@ cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not inst
 
 from fskv_tools.bench import advice, measure, store  # noqa: E402
 
+from fskv.data_path.transports import evidence, host  # noqa: E402
 from fskv.errors import ConfigError, NoSpace  # noqa: E402
 from fskv.offload import mover  # noqa: E402
 from fskv.root.filesystem import Space  # noqa: E402
-from fskv.transports import evidence, host  # noqa: E402
 from fskv.types import Status  # noqa: E402
 
 TINY = ("--total-mib", "1", "--rounds", "2", "--chunk-kib", "128", "--threads", "2")

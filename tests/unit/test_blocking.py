@@ -17,10 +17,10 @@ from world import damage, returns_in_time, wait_for
 from faults.transport import FaultTransport, Script
 from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports import host
+from fskv.data_path.transports.protocol import Native
 from fskv.index.presence import Findings
 from fskv.offload import BlockingStore, KvStore, Page, lookup, mover
-from fskv.transports import host
-from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Status
 
 NUM_BLOCKS = 64

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from fskv.data_path import store
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports.host import HostSlot, HostTransport
 from fskv.errors import ChunkCorrupt, ChunkStale, ConfigError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import (
@@ -31,7 +32,6 @@ from fskv.format.chunk_file import (
     parse_header,
 )
 from fskv.format.integrity import xxh3_rows
-from fskv.transports.host import HostSlot, HostTransport
 from fskv.types import FileId, Status
 
 # No example database: the negative controls fail on purpose and would fill it.

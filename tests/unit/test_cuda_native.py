@@ -28,15 +28,15 @@ from world import read_by_hand, returns_in_time, wait_for
 from fskv.config import Deadline, StoreConfig
 from fskv.data_path import job as job_module
 from fskv.data_path.job import FileMove, State
+from fskv.data_path.transports import cuda
+from fskv.data_path.transports.host import HostTransport
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import GroupLayout, plan_job
 from fskv.native import _native as native_module
 from fskv.offload import mover as mover_module
 from fskv.offload.mover import Mover
-from fskv.plan.spans import GroupLayout, plan_job
 from fskv.root.root import NamespaceDir
-from fskv.transports import cuda
-from fskv.transports.host import HostTransport
 from fskv.types import FileId, Status
 
 SLOT = 1 << 20

@@ -24,6 +24,8 @@ from world import wait_for
 
 from faults.disk import DiskFaults
 from fskv.data_path.store import _is_estale
+from fskv.data_path.transports import protocol
+from fskv.data_path.transports.protocol import SlotPool
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
@@ -34,8 +36,6 @@ from fskv.errors import (
     NoSpace,
 )
 from fskv.gds_io import chunk_error_from_kvikio
-from fskv.transports import protocol
-from fskv.transports.protocol import SlotPool
 from fskv.types import Status
 
 make_bench, bench = test_jobs.make_bench, test_jobs.bench

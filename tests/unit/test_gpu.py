@@ -27,17 +27,17 @@ from fskv.data_path.breaker import Breaker  # noqa: E402
 from fskv.data_path.job import FileMove, JobResult  # noqa: E402
 from fskv.data_path.runner import JobRunner  # noqa: E402
 from fskv.data_path.store import ChunkStore  # noqa: E402
+from fskv.data_path.transports import kernels, numa  # noqa: E402
+from fskv.data_path.transports.choice import open_transport  # noqa: E402
+from fskv.data_path.transports.cuda import CudaDevice  # noqa: E402
+from fskv.data_path.transports.cuda_native import NativeCuda  # noqa: E402
+from fskv.data_path.transports.host import HostTransport  # noqa: E402
 from fskv.format import chunk_file  # noqa: E402
 from fskv.format.chunk_file import FileLayout  # noqa: E402
 from fskv.format.integrity import xxh3_rows  # noqa: E402
+from fskv.format.spans import GroupLayout, plan_job  # noqa: E402
 from fskv.gds_io import GdsTransport  # noqa: E402
-from fskv.plan.spans import GroupLayout, plan_job  # noqa: E402
 from fskv.root.root import NamespaceDir  # noqa: E402
-from fskv.transports import kernels, numa  # noqa: E402
-from fskv.transports.choice import open_transport  # noqa: E402
-from fskv.transports.cuda import CudaDevice  # noqa: E402
-from fskv.transports.cuda_native import NativeCuda  # noqa: E402
-from fskv.transports.host import HostTransport  # noqa: E402
 from fskv.types import FileId, Status  # noqa: E402
 
 BLOCKS_PER_CHUNK, PAGE, NUM_CHUNKS = 4, 65536, 16

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fskv import hybrid_planner as planner
 from fskv.errors import ConfigError
+from fskv.format import spans
+from fskv.format.spans import GroupLayout, PageRef, Span, plan_job
 from fskv.hybrid_planner import GroupKind, GroupSpec, Hit, hit_cost, needed_chunks
-from fskv.plan import spans
-from fskv.plan.spans import GroupLayout, PageRef, Span, plan_job
 from fskv.types import Presence
 
 # No example database: the negative controls fail on purpose and would fill it.

@@ -24,8 +24,8 @@ from places import REPOSITORY
 
 torch = pytest.importorskip("torch")
 
+from fskv.data_path.transports import kernels  # noqa: E402
 from fskv.format.integrity import xxh3_rows  # noqa: E402
-from fskv.transports import kernels  # noqa: E402
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -181,7 +181,7 @@ def test_without_triton_the_module_is_imported_and_says_why():
 import sys
 sys.modules["triton"] = None
 import torch
-from fskv.transports import kernels
+from fskv.data_path.transports import kernels
 print(kernels.available(torch.device("cuda", 0)))
 """
     done = subprocess.run(

@@ -12,9 +12,9 @@ from toy_engine import TOKENS_PER_CHUNK, Engine, chunks_of, identity
 from world import damage, wait_for
 
 from fskv import namespace
+from fskv.data_path.transports.host import HostTransport
 from fskv.errors import ConfigError, RootError
 from fskv.observe import metrics
-from fskv.transports.host import HostTransport
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
 

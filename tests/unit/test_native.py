@@ -22,13 +22,13 @@ from world import World, damage, leaves_nothing_open, make_identity, returns_in_
 
 from fskv import _native, namespace
 from fskv.data_path.job import NativeEvent, State
+from fskv.data_path.transports import host
+from fskv.data_path.transports.cuda import flat_bytes
 from fskv.format import chunk_file, integrity
 from fskv.format.chunk_file import ROW_NBYTES
 from fskv.format.integrity import xxh3_rows
-from fskv.plan.spans import ChunkPlan, Placement
+from fskv.format.spans import ChunkPlan, Placement
 from fskv.root import root as root_module
-from fskv.transports import host
-from fskv.transports.cuda import flat_bytes
 from fskv.types import Status
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from fskv.transports import numa
-from fskv.transports.arena import Arena
+from fskv.data_path.transports import numa
+from fskv.data_path.transports.arena import Arena
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
+from fskv.data_path.transports import host
+from fskv.data_path.transports.protocol import Native
 from fskv.errors import ConfigError
 from fskv.observe import metrics
 from fskv.observe.health_file import HealthFile
 from fskv.offload import KvStore, open_store, watch
-from fskv.transports import host
-from fskv.transports.protocol import Native
 from fskv.types import ChunkId, Presence, Status
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
@@ -88,8 +88,8 @@ def test_the_toy_would_show_a_wrong_byte(engine, tmp_path, monkeypatch, broken):
     path = files(tmp_path)[0]
     damage(path, 4096 + 17)
     if broken:
+        from fskv.data_path.transports import host
         from fskv.format import chunk_file
-        from fskv.transports import host
 
         monkeypatch.setattr(chunk_file, "check_digests", lambda *_: None)
         monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))

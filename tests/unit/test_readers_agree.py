@@ -34,9 +34,9 @@ from world import World
 
 from fskv.data_path import store
 from fskv.data_path.job import NativeEvent
+from fskv.data_path.transports import host
 from fskv.format import chunk_file
 from fskv.native import _native
-from fskv.transports import host
 from fskv.types import Status
 
 WORDS = {

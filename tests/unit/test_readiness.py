@@ -20,7 +20,7 @@ from world import returns_in_time, wait_for
 from faults.transport import Script
 from fskv.data_path import runner as runner_module
 from fskv.data_path.job import FileTask, State
-from fskv.transports import host
+from fskv.data_path.transports import host
 from fskv.types import Status
 
 

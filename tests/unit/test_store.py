@@ -27,11 +27,11 @@ from world import (
 
 from faults.transport import FaultTransport, FileScript, Script, install
 from fskv.data_path import store
+from fskv.data_path.transports import arena, host
+from fskv.data_path.transports.host import HostTransport
+from fskv.data_path.transports.protocol import SlotPool
 from fskv.errors import ConfigError, RootError
 from fskv.root import filesystem
-from fskv.transports import arena, host
-from fskv.transports.host import HostTransport
-from fskv.transports.protocol import SlotPool
 from fskv.types import Status
 
 ROW = 65536
@@ -545,7 +545,7 @@ def _is_mapped(address):
 def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(world, tmp_path):
     """For tests of other processes; here in this one."""
     script = tmp_path / "script"
-    undo = install(FileScript(str(script)), modules=["fskv.transports.host"])
+    undo = install(FileScript(str(script)), modules=["fskv.data_path.transports.host"])
     try:
         tmp = f"{world.directory.path}/tmp"
         transport = host.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from cuda_sim import simulation
 
+from fskv.data_path.transports import choice, evidence, kernels
+from fskv.data_path.transports.choice import open_transport
+from fskv.data_path.transports.evidence import Facts, NvidiaFs, describe, parse_stats
+from fskv.data_path.transports.host import HostTransport
 from fskv.gds_io import GdsTransport
-from fskv.transports import choice, evidence, kernels
-from fskv.transports.choice import open_transport
-from fskv.transports.evidence import Facts, NvidiaFs, describe, parse_stats
-from fskv.transports.host import HostTransport
 
 SLOT = 1 << 20
 

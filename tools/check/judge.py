@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
+from fskv.data_path.transports.chunk_fd import OPEN_READ
 from fskv.errors import ChunkCorrupt, ChunkError, ChunkMissing, ChunkStale, chunk_error_from_os
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
 from fskv.namespace import ChunkName
-from fskv.transports.chunk_fd import OPEN_READ
 
 from .expect import NOTHING, Expected
 

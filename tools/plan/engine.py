@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import GroupLayout
 from fskv.hybrid_planner import (
     GroupKind,
     GroupSpec,
@@ -27,7 +28,6 @@ from fskv.hybrid_planner import (
     plan_geometry,
 )
 from fskv.namespace import Identity
-from fskv.plan.spans import GroupLayout
 from fskv.types import Presence
 
 from ..exits import UsageError

@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalPageMapping, Cop
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
+from fskv.format.spans import GroupLayout
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Json, layout_digest
-from fskv.plan.spans import GroupLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

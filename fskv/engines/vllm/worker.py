@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
+from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
@@ -30,7 +31,6 @@ from fskv.namespace import Json
 from fskv.observe import metrics
 from fskv.offload.mover import Mover, News
 from fskv.root.root import NamespaceDir
-from fskv.transports.protocol import Ready
 from fskv.types import FileId, Status, Use
 
 

@@ -50,10 +50,10 @@ from fskv.engines.vllm.spec import open_worker
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.engines.vllm_tier.workers import ask_workers, plan_row
 from fskv.errors import FskvError, RestError
+from fskv.format.spans import Placement
 from fskv.hybrid_planner import GroupKind
 from fskv.kv_transfer.options import tier_config
 from fskv.offload.lookup import patience
-from fskv.plan.spans import Placement
 from fskv.types import ChunkId, FileId
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from fskv.engines.vllm.media import takes_media
 from fskv.engines.vllm.quirks import connectors, executor
 from fskv.engines.vllm.spec import find
 from fskv.errors import ConfigError, FskvError, RestError
+from fskv.format.spans import ChunkPlan, GroupLayout, Placement
 from fskv.hybrid_planner import GroupKind
 from fskv.namespace import Identity
 from fskv.namespace import directory as directory_of
-from fskv.plan.spans import ChunkPlan, GroupLayout, Placement
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fskv.data_path.transports import kernels
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import ALIGNMENT
-from fskv.transports import kernels
 
 if TYPE_CHECKING:
     import torch

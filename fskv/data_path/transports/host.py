@@ -1,7 +1,7 @@
 """Transport through host memory: preadv and pwritev on page-aligned slots, pinned where the KV is on CUDA.
 
 O_DIRECT where a write probe succeeds, the page cache otherwise or by option. Called on the I/O threads of
-a JobRunner; copies from and to a CUDA device are in `fskv.transports.cuda_native`.
+a JobRunner; copies from and to a CUDA device are in `fskv.data_path.transports.cuda_native`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.transports.arena import Arena
+from fskv.data_path.transports.chunk_fd import (
+    OPEN_PART,
+    OPEN_READ,
+    ChunkFd,
+    open_chunk_fd,
+    open_part,
+    unlink_quietly,
+)
+from fskv.data_path.transports.cuda import CudaDevice, flat_bytes
+from fskv.data_path.transports.cuda_native import NativeCuda
+from fskv.data_path.transports.protocol import Native, OpenChunk
 from fskv.errors import (
     ChunkCorrupt,
     ConfigError,
@@ -26,20 +38,8 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.integrity import xxh3_rows
+from fskv.format.spans import SpanTable
 from fskv.native import _native
-from fskv.plan.spans import SpanTable
-from fskv.transports.arena import Arena
-from fskv.transports.chunk_fd import (
-    OPEN_PART,
-    OPEN_READ,
-    ChunkFd,
-    open_chunk_fd,
-    open_part,
-    unlink_quietly,
-)
-from fskv.transports.cuda import CudaDevice, flat_bytes
-from fskv.transports.cuda_native import NativeCuda
-from fskv.transports.protocol import Native, OpenChunk
 
 if TYPE_CHECKING:
     import torch

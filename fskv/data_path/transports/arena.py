@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from fskv.data_path.transports.numa import pin_thread
 from fskv.format import chunk_file
-from fskv.transports.numa import pin_thread
 
 _HUGE = 2 << 20
 _AT_ONCE = 32 << 20

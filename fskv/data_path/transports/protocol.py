@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from fskv.format.spans import SpanTable
 from fskv.observe.state_log import Once
-from fskv.plan.spans import SpanTable
 
 if TYPE_CHECKING:
     from fskv import _native
@@ -111,7 +111,7 @@ class Transport(Protocol[SlotT]):
     def open(
         self, path: str, dir_fd: int | None = None
     ) -> contextlib.AbstractContextManager[OpenChunk[SlotT]]:
-        """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see fskv.transports.chunk_fd."""
+        """Open a chunk file for reading; raises a ChunkError. `dir_fd`: see chunk_fd."""
 
     def write_part(self, path: str, slot: SlotT, nbytes: int, dir_fd: int | None = None) -> None:
         """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""

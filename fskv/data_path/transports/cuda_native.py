@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fskv.data_path.transports import cuda
+from fskv.data_path.transports.arena import Arena
+from fskv.data_path.transports.cuda import CudaDevice
 from fskv.errors import ConfigError
 from fskv.native import _native
-from fskv.transports import cuda
-from fskv.transports.arena import Arena
-from fskv.transports.cuda import CudaDevice
 
 logger = logging.getLogger(__name__)
 

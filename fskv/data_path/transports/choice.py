@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fskv.data_path.threads import call_with_deadline
+from fskv.data_path.transports import evidence, host, kernels
+from fskv.data_path.transports.chunk_fd import unlink_quietly
+from fskv.data_path.transports.cuda import CudaDevice
+from fskv.data_path.transports.cuda_native import NativeCuda
+from fskv.data_path.transports.protocol import Transport
 from fskv.errors import RootError
 from fskv.gds_io import GdsTransport
-from fskv.transports import evidence, host, kernels
-from fskv.transports.chunk_fd import unlink_quietly
-from fskv.transports.cuda import CudaDevice
-from fskv.transports.cuda_native import NativeCuda
-from fskv.transports.protocol import Transport
 
 if TYPE_CHECKING:
     import torch

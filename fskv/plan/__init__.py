@@ -1,1 +1,0 @@
-"""The place of chunks' bytes, and the chunks that a job moves. Pure."""
