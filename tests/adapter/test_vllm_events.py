@@ -250,9 +250,12 @@ def _payload(number: int):
 def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is(describing):
     """VLLM's own AllBlocksCleared has a router forget the disk."""
     connector, manager, payloads = describing
+    pool = BlockPool(4, True, 1, enable_kv_cache_events=True)
+    connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
     payloads[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
     assert len(list(connector.take_events())) == 1
+    assert pool.reset_prefix_cache()
     manager.on_news(News(stored={_chunk(2): {0}}))  # not taken before the reset
     connector.reset_cache()
     manager.chunks.on_removed([_name(2)])
@@ -262,6 +265,31 @@ def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is(desc
     manager.doubt_weights("they changed", vouched=False)
     manager.on_news(News(stored={_chunk(3): {0}}))
     assert list(connector.take_events()) == [], "stopped: nothing will be served"
+
+
+@pytest.mark.parametrize("in_use", [True, pytest.param(False, id="negative_control")])
+def test_where_vllm_could_not_clear_its_own_cache_a_reset_takes_every_block_back(
+    in_use, describing
+):
+    """VLLM says nothing then, and resets the connector all the same."""
+    connector, manager, payloads = describing
+    pool = BlockPool(4, True, 1, enable_kv_cache_events=True)
+    connector._kv_cache_manager = SimpleNamespace(block_pool=pool)
+    payloads.update({_key(n): _payload(n) for n in (1, 2)})
+    manager.on_news(News(stored={_chunk(1): {0}}))
+    believed = {h for event in connector.take_events() for h in event.block_hashes}
+    assert len(believed) == 2
+    manager.on_news(News(stored={_chunk(2): {0}}))  # not taken before the reset
+    blocks = pool.get_new_blocks(1) if in_use else []
+    assert pool.reset_prefix_cache() is not in_use
+    assert bool(pool.take_events()) is not in_use
+    connector.reset_cache()
+    pool.free_blocks(blocks)
+    for event in connector.take_events():
+        stored = type(event).__name__ == "BlockStored"
+        (believed.update if stored else believed.difference_update)(event.block_hashes)
+    assert bool(believed) is not in_use, "AllBlocksCleared is for the others"
+    assert list(connector.take_events()) == []
 
 
 @pytest.mark.parametrize("hears", [True, pytest.param(False, id="negative_control")])
@@ -304,6 +332,23 @@ def test_the_payloads_that_vllm_keeps_are_bounded(describing):
         most = max(most, len(payloads))
     assert most <= 1001 + 2 * module._PAYLOADS_SLACK
     assert all(_key(number) in payloads for number in range(19_000, 20_000))
+
+
+def test_what_loses_its_payload_is_taken_back_with_every_block(describing):
+    connector, manager, payloads = describing
+    manager.events._max_announced = 10
+    payloads[_key(0)] = _payload(0)
+    manager.on_news(News(stored={_chunk(0): {0}}))
+    (stored,) = connector.take_events()
+    removed = set()
+    for number in range(1, 4 * module._PAYLOADS_SLACK):
+        payloads[_key(number)] = _payload(number)
+        if number % 100 == 0:
+            manager.chunks.on_removed([_name(number - 1)])
+            for event in connector.take_events():
+                removed.update(event.block_hashes)
+    assert _key(0) not in payloads
+    assert removed == set(stored.block_hashes)
 
 
 def test_without_trimming_vllm_keeps_payloads_for_ever(make_manager):

@@ -293,16 +293,26 @@ def test_what_this_repository_deploys_is_read():
     assert [one for one in found if one.level not in (Level.OK, Level.NOTE)] == []
 
 
+def bomb(form):
+    """Return YAML of a few lines that is 2^60 words where each alias is what it stands for."""
+    lines = [f"a{n}: &a{n} {form.format(f'a{n - 1}')}" for n in range(1, 60)]
+    return "\n".join(["a0: &a0 [x]", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kv-transfer-config: &x {kv_connector: *x}", "Circular reference"),
+        ("kv-transfer-config: &x {kv_connector: *x}", "nested too deep"),
         ("[" * 30_000, "nested too deep"),
         ("kv-transfer-config: 2026-01-01", "no JSON could say this"),
         ("kv-transfer-config: $(KV)", "found $(KV), expected JSON"),
         ("kv-transfer-config: '{'", "--kv-transfer-config: no JSON: Expecting"),
         ("kv-transfer-confg: {}", "did you mean --kv-transfer-config?"),
         ("!!python/object:os.system x", "could not determine a constructor"),
+        ("a: !!int ''", "IndexError: "),
+        ("a: !!bool x", "KeyError: 'x'"),
+        (bomb("[*{0}, *{0}]"), "found aliases of aliases"),
+        (bomb("{{x: *{0}, kv-transfer-config: *{0}}}"), "found aliases of aliases"),
         ("", "found nothing, expected"),
     ],
 )

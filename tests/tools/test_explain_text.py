@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from test_explain import FULL, Prompted, identity_of
@@ -133,6 +134,22 @@ def test_what_cannot_tokenize_is_one_sentence(lab, prompt, options, words):
     done = fskv("explain", "--prompt", prompt, *options, root=lab.path, env={"HF_HUB_OFFLINE": "1"})
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("part", ["normalizer", "fifo", ""], ids=["panics", "fifo", "control"])
+def test_a_tokenizer_that_ends_its_library_or_never_comes_is_one_sentence(lab, prompt, model, part):
+    path = model / "tokenizer.json"
+    found = {**json.loads(path.read_bytes())}
+    if part == "normalizer":  # a PanicException is no Exception
+        found[part] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.unlink()
+    if part == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_text(json.dumps(found))
+    done = fskv("explain", "--prompt", prompt, "--tokenizer", model, root=lab.path, timeout_s=60)
+    assert done.exit_code == (2 if part else 0), done
+    assert (f"{model}" in done.stderr) is bool(part)
 
 
 @pytest.mark.parametrize(

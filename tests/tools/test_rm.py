@@ -127,6 +127,20 @@ def test_what_fskv_did_not_make_is_named_and_stays_with_its_namespace(lab):
     assert os.path.exists(f"{where.directory.path}/namespace.json")
 
 
+@pytest.mark.parametrize("name", ["snapshot.msgpack", "prefill_rate.txt", "", "negative control"])
+def test_a_namespace_that_stays_is_never_called_gone(lab, name):
+    """A directory has the name of a file of fskv's, which is not looked for below."""
+    where = lab.namespace()
+    paths = lab.chunks(where, range(3))
+    if name != "negative control":
+        os.makedirs(f"{where.directory.path}/{name or 'tmp/own'}")
+    done = run("rm", where.id, "--yes", root=lab.path)
+    stays = os.path.lexists(where.directory.path)
+    assert (there(paths), stays) == ([], name != "negative control")
+    assert done.exit_code == (3 if stays else 0)
+    assert ("stays" in done.stdout) is stays
+
+
 def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab):
     """What an engine has claimed that is gone is no obstacle."""
     where = lab.namespace()

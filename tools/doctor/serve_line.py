@@ -29,6 +29,7 @@ OPTION = "--kv-transfer-config"
 _TRANSFER = "kv_transfer_config"
 _EXPECTED = f"expected JSON, a file, or a line of `vllm serve` with {OPTION}"
 _MAX_NBYTES = 1 << 20
+_MAX_WRITTEN_OUT = 4 * _MAX_NBYTES
 _PLUGINS_NAME = "VLLM_PLUGINS"
 _PLUGINS = re.compile(rf"(?:.*=)?{_PLUGINS_NAME}=(.*)", re.DOTALL)  # behind `--env=`, too
 _KNOWN = {name.replace("_", "").lower(): name for name in SETTINGS}  # as charts write them
@@ -117,10 +118,24 @@ def _of_yaml(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError("PyYAML is not installed, which vLLM reads it with") from None
     try:
         documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise
+    except Exception as error:  # a tag that its value does not fit is a KeyError, an IndexError
+        raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())) from None
+    if _written_out(documents, {}) > _MAX_WRITTEN_OUT:
+        raise ValueError("found aliases of aliases: expected less, as it would be written without")
     for number, document in enumerate(documents, 1):
         yield from _servers(document, f"document {number}" if len(documents) > 1 else "", {})
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """Return about how many characters a tree has where each alias is what it stands for."""
+    if not isinstance(node, dict | list | tuple):
+        return 1 + (len(node) if isinstance(node, str) else 0)
+    if id(node) not in known:
+        parts = itertools.chain(*node.items()) if isinstance(node, dict) else node
+        known[id(node)] = 1 + sum(_written_out(each, known) for each in parts)
+    return known[id(node)]
 
 
 def _servers(node: Any, at: str, above: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from fskv.namespace import Identity, parse_json
 
 from ..endpoint import NoMetrics, address, fetch
 from ..exits import CommandError, UsageError
-from ..json_file import read_input
+from ..json_file import read_bytes, read_input
 from ..terminal import show
 from .prompt import Prompt
 
@@ -106,21 +106,34 @@ def ask_tokenizer(path: str, model: str, cache_salt: str | None) -> Asked:
         raise UsageError("--prompt: found a chat, which only a server can render: give --url")
     try:
         from tokenizers import Tokenizer
-
-        file = os.path.join(model, "tokenizer.json") if os.path.isdir(model) else model
-        is_path = os.path.exists(file) or model[:1] in "/.~"
-        found = Tokenizer.from_file(file) if is_path else Tokenizer.from_pretrained(model)
-        found.no_truncation()
-        found.no_padding()
-        return Asked(found.encode(text).ids, cache_salt, lambda ids: str(found.decode(list(ids))))
     except ImportError:
         raise UsageError("--tokenizer: the package tokenizers is not installed") from None
-    except Exception as error:  # whatever its Rust, a cache or the hub make of it
+    file = os.path.join(model, "tokenizer.json") if os.path.isdir(model) else model
+    is_path = os.path.exists(file) or model[:1] in "/.~"
+    content = read_bytes(file, _MAX_NBYTES) if is_path else b""
+    try:
+        found = Tokenizer.from_buffer(content) if is_path else Tokenizer.from_pretrained(model)
+        found.no_truncation()
+        found.no_padding()
+        ids = found.encode(text).ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of a cache or the hub; a panic of its Rust is no Exception
         reason = show(" ".join(str(error).split())[:200])
         raise UsageError(
             f"--tokenizer: {show(model)}: {reason}; expected a directory with tokenizer.json, that file, or "
             "a model of the hub"
         ) from None
+
+    def decode(some: Sequence[int]) -> str:
+        try:
+            return str(found.decode(list(some)))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # as above
+            return ""
+
+    return Asked(ids, cache_salt, decode)
 
 
 def namespace_at(url: str) -> str | None:

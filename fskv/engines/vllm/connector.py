@@ -14,7 +14,7 @@ import fskv.engines.vllm.version  # noqa: F401  # isort: skip
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -115,6 +115,7 @@ class FskvConnector(OffloadingConnector):
 
     stats_id = "FskvConnector"  # among the stats of a MultiConnector
     _resting: FskvHandshake | None = None  # what a worker tells that neither loads nor stores
+    _held_events: Sequence[KVCacheEvent] = ()  # of before a reset, not yet taken
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -375,6 +376,12 @@ class FskvConnector(OffloadingConnector):
 
     def reset_cache(self) -> bool | None:
         """Return when no worker touches a page any more for what was asked of it before."""
+        events = self._manager.events
+        if events is not None and cached_blocks(self._kv_cache_manager) is self._cached_blocks:
+            # VLLM's own cache was not cleared, as blocks were in use: no AllBlocksCleared comes. Told while
+            # vLLM still has the payloads, which name every block.
+            events.remove_all()
+            self._held_events = [*self._held_events, *super().take_events()]
         super().reset_cache()
         self.budget.reset()
         # Last: what fails here must not leave the manager as it was.
@@ -387,6 +394,8 @@ class FskvConnector(OffloadingConnector):
                 self._cached_blocks = cached
                 events.say_again()
             events.trim(event_payloads(self.scheduler))
+        held, self._held_events = self._held_events, ()
+        yield from held
         yield from super().take_events()
 
     # --- both -------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingKVEventsConfig,
     OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
     make_offload_key,
 )
 
@@ -83,6 +85,11 @@ class KvEvents:
         self._announced.clear()
         self._again = iter(())
 
+    def remove_all(self) -> None:
+        """Take everything back: the cache is about to be reset, and vLLM says nothing of its own."""
+        for name in list(self._announced):
+            self._take_back(name)
+
     def say_again(self) -> None:
         """All that is announced is news again, a part in each step: a router has been told to forget it."""
         self._news = [(True, key) for removed, key in self._news if removed]
@@ -102,14 +109,18 @@ class KvEvents:
             )
 
     def trim(self, payloads: MutableMapping[OffloadKey, object]) -> None:
-        """Drop the oldest of vLLM's payloads; an event of such a chunk names its last block alone.
+        """Drop the oldest of vLLM's payloads; what is announced of them is taken back first, by every block.
 
         vLLM keeps a payload until it was removed from the CPU tier, which fskv does not have, and so for ever
         (0.32 and 0.33: residency (CPU, None) in events.py).
         """
         if len(payloads) > self._max_announced + 2 * _PAYLOADS_SLACK:
             for key in list(islice(payloads, _PAYLOADS_SLACK)):
-                del payloads[key]
+                name = _name(ChunkId(get_offload_block_hash(key), get_offload_group_idx(key)))
+                if name in self._announced:
+                    self._take_back(name)  # its payload goes the next time
+                else:
+                    del payloads[key]
 
     def _take_back(self, name: _Name) -> None:
         key = self._announced.pop(name, None)
