@@ -59,7 +59,7 @@ def command(
         typer.Option(
             metavar="JSON|FILE|LINE",
             help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line or a script "
-            "of vllm serve, or its YAML file. Its roots are looked at, instead of --root.",
+            "of vllm serve, or YAML that starts servers. Its roots are looked at, instead of --root.",
             show_default=False,
         ),
     ] = None,
