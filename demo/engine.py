@@ -32,7 +32,7 @@ Result:
                 label, tokens, num_cached_tokens, ttft_s (arrival to first token), wall_s;
                 for metrics, a list of {name, labels, value} or {name, labels, count, sum}
     error       only after a failure ("ValueError: one line"); exit code 1
-  added by the parent: exit_code, log_path, and log_tail if the exit code is not 0
+  added by the parent: exit_code, log_path
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 
 METRIC_WORDS = ("kv_offload", "external_prefix", "fskv", "spec_decode")
-LOG_TAIL_LINES = 30
 POLL_S = 0.05
 
 
@@ -150,8 +149,6 @@ class RunningEngine:
             result["error"] = f"EngineCrash: exit code {code} without a result"
         result["exit_code"] = code
         result["log_path"] = self.log_path
-        if code != 0 or timed_out:
-            result["log_tail"] = _last_lines(self.log_path, LOG_TAIL_LINES)
         return result
 
     def kill(self) -> None:
@@ -295,11 +292,6 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     with open(temporary, "w") as file:
         json.dump(value, file, indent=1)
     os.replace(temporary, path)
-
-
-def _last_lines(path: str, count: int) -> list[str]:
-    with open(path, errors="replace") as file:
-        return [line.rstrip() for line in file.readlines()[-count:]]
 
 
 def main(arguments: Sequence[str]) -> int:

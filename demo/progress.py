@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
 
 import psutil
 from rich.console import Console
@@ -36,15 +35,8 @@ class Lines:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
-        self._status = self._console.status("")
+        self.status = self._console.status("")
         self.phase("")
-
-    def __enter__(self) -> Self:
-        self._status.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._status.stop()
 
     def say(self, text: str) -> None:
         self._console.print(text)
@@ -57,7 +49,7 @@ class Lines:
         """Say that the phase goes on; called all the time."""
         seconds = time.monotonic() - self._since
         text = f"    ... {escape(self._phase)}, {seconds:.0f} s"
-        self._status.update(text)
+        self.status.update(text)
         if not self._console.is_terminal and seconds >= self._beat_s:
             self._beat_s += BEAT_S
             self.say(text)

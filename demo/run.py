@@ -15,14 +15,12 @@ import argparse
 import importlib.util
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rich.markup import escape
@@ -55,19 +53,6 @@ def _run(command: Sequence[str], log_path: pathlib.Path, env: Mapping[str, str])
             env={**os.environ, **env},
             check=False,
         ).returncode
-
-
-@contextmanager
-def fresh_root(parent: str | None, *, keep: bool) -> Iterator[str]:
-    """Make an empty root directory, and remove it in the end unless it is to be kept."""
-    root = tempfile.mkdtemp(prefix="fskv-demo-", dir=parent)
-    try:
-        yield root
-    finally:
-        if not keep:
-            # A second Ctrl-C must not stop this half way.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            shutil.rmtree(root, ignore_errors=True)
 
 
 def tell_served(root: str, work: pathlib.Path, lines: Lines) -> list[str] | None:
@@ -120,9 +105,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--all", action="store_true", help="the served one and six models")
     parser.add_argument(
-        "--root", metavar="DIR", help="make the root below this directory (for instance on NFS)"
+        "--root", metavar="DIR", help="make the root below this directory (say, on NFS) and keep it"
     )
-    parser.add_argument("--keep", action="store_true", help="keep the root with its files")
     options = parser.parse_args(arguments)
     options.names = options.names or (ALL if options.all else DEFAULT)
     for name in options.names:
@@ -141,14 +125,19 @@ def demo(options: argparse.Namespace) -> int:
     work = CACHE / "demo" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     work.mkdir(parents=True)
     told: dict[str, list[str]] = {}
-    parent = options.root and os.path.abspath(options.root)
-    with fresh_root(parent, keep=options.keep) as root, Lines() as lines:
+    lines = Lines()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, lines.status:
+        root = tempfile.mkdtemp(prefix="fskv-demo-", dir=os.path.abspath(options.root or temporary))
         lines.say(f"fskv demo: {', '.join(options.names)}, all on one root: {escape(root)}")
-        for name in options.names:
-            tell = tell_served if name == SERVED else partial(tell_story, name)
-            if (problems := tell(root, work, lines)) is not None:
-                told[name] = problems
-    lines.say(f"\nlogs: {work}" + (f"\nkept: {escape(root)}" if options.keep else ""))
+        try:
+            for name in options.names:
+                tell = tell_served if name == SERVED else partial(tell_story, name)
+                if (problems := tell(root, work, lines)) is not None:
+                    told[name] = problems
+        finally:
+            # A second Ctrl-C must not stop the removal half way.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lines.say(f"\nlogs: {work}")
     return verdict(told, time.monotonic() - start, lines)
 
 

@@ -81,7 +81,7 @@ class Story:
                 steps = [WARM_UP, self._main("load"), METRICS]
                 self._loaded(self._engine("restart", "a new process loads", steps))
         except StoryError as problem:
-            self._problem(str(problem))
+            self.problems.append(str(problem))
             self._show("not finished", "the story ends here")
         return self.problems
 
@@ -106,7 +106,9 @@ class Story:
         stored_bytes = sum(os.path.getsize(path) for path in self._files)
         self._compare("cold", cold["tokens"], "main")
         if cold["num_cached_tokens"]:
-            self._problem(f"cold: {cold['num_cached_tokens']} tokens were cached on an empty root")
+            self.problems.append(
+                f"cold: {cold['num_cached_tokens']} tokens were cached on an empty root"
+            )
         self._show(
             "cold engine stores",
             f"{count(len(self._files), 'file')}, {filesize.decimal(stored_bytes)}",
@@ -164,20 +166,20 @@ class Story:
         self._cached_tokens = load["num_cached_tokens"]
         loaded_bytes = _counter(_metrics(result)[0], "loaded_bytes").total()
         self._compare("load", load["tokens"], "main")
-        if not load["num_cached_tokens"]:
-            self._problem("load: nothing came from the files (0 cached tokens)")
-        elif not loaded_bytes:
-            self._problem("load: cached tokens, but fskv counted no loaded byte")
+        if not self._cached_tokens or not loaded_bytes:
+            self.problems.append(
+                f"load: {self._cached_tokens} tokens from files, {loaded_bytes} bytes loaded"
+            )
         self._show(
             "restarted engine loads",
-            f"{load['num_cached_tokens']} of {self._model.prompt_tokens} tokens from files, "
+            f"{self._cached_tokens} of {self._model.prompt_tokens} tokens from files, "
             f"first token after {duration(load['ttft_s'])} instead of {duration(self._computed_s)}",
         )
 
     def _partial(self, shared: dict[str, Any]) -> None:
         self._compare("partial prefix", shared["tokens"], "partial")
         if not shared["num_cached_tokens"]:
-            self._problem("partial prefix: nothing came from the files (0 cached tokens)")
+            self.problems.append("partial prefix: nothing came from the files (0 cached tokens)")
         self._show(
             "partial prefix",
             f"{shared['num_cached_tokens']} of {self._model.shared_tokens} shared tokens from files",
@@ -192,11 +194,11 @@ class Story:
         recomputed = hurt["num_cached_tokens"] < self._cached_tokens
         self._compare("damaged files", hurt["tokens"], "main")
         if not recomputed:
-            self._problem(
+            self.problems.append(
                 f"damaged files: {hurt['num_cached_tokens']} tokens still came from the cache"
             )
         if sum(counted.values()) < len(spoiled):
-            self._problem(f"damaged files: spoiled {len(spoiled)}, noticed {noticed}")
+            self.problems.append(f"damaged files: spoiled {len(spoiled)}, noticed {noticed}")
         self._show(
             "one file " + ", one ".join(one.what for one in spoiled),
             f"noticed ({noticed}), " + ("recomputed" if recomputed else "NOT recomputed"),
@@ -206,18 +208,17 @@ class Story:
         found, full = healed["num_cached_tokens"], self._cached_tokens
         self._compare("healed", healed["tokens"], "main")
         if found != full:
-            self._problem(f"healed: {found} tokens from files, {full} before the damage")
-        for line in unsound:
-            self._problem(f"healed: {line}")
+            self.problems.append(f"healed: {found} tokens from files, {full} before the damage")
+        self.problems.extend(f"healed: {line}" for line in unsound)
         files = f"{count(len(unsound), 'file')} NOT healed" if unsound else "the three files healed"
         self._show("the next run", f"{found} tokens from files again, {files}")
 
     def _control(self, zeroed: dict[int, dict[str, Any]]) -> None:
         for group, step in zeroed.items():
             if step["num_cached_tokens"] != self._cached_tokens:
-                self._problem(f"control: the zeroed data of group {group} was not loaded")
+                self.problems.append(f"control: the zeroed data of group {group} was not loaded")
             elif step["tokens"] == self._tokens["main"]:
-                self._problem(
+                self.problems.append(
                     f"control: zeroing group {group} changed no token, so this model proves nothing"
                 )
         changed = [step for step in zeroed.values() if step["tokens"] != self._tokens["main"]]
@@ -229,10 +230,9 @@ class Story:
     def _compare(self, label: str, found: list[int], reference: str) -> None:
         expected = self._tokens[reference]
         if found != expected:
-            self._problem(f"{label}: tokens differ from the reference: {found}, not {expected}")
-
-    def _problem(self, text: str) -> None:
-        self.problems.append(text)
+            self.problems.append(
+                f"{label}: tokens differ from the reference: {found}, not {expected}"
+            )
 
     def _show(self, what: str, detail: str) -> None:
         """Show what was done, with the problems found since the last time."""

@@ -97,7 +97,8 @@ def explained(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result, after the end of the log was printed if the engine failed."""
     if result["exit_code"] != 0:
         lines = [f"engine failed: {result['error']} (log: {result['log_path']})"]
-        lines += [f"  | {line}" for line in result["log_tail"]]
+        log = pathlib.Path(result["log_path"]).read_text(errors="replace").splitlines()
+        lines += [f"  | {line}" for line in log[-30:]]
         print("\n".join(lines), file=sys.stderr)
     return result
 
