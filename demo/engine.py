@@ -5,8 +5,8 @@ request's steps in order, shuts the engine down and writes one JSON result, also
 something fails. It knows nothing of fskv: which connector runs is the request's
 `kv_transfer_config`. It downloads nothing and loads no tokenizer.
 
-Parents import `start_engine`, which imports no vLLM. The demo, engine tests and benchmarks
-call it, on any thread. Invariant: when `RunningEngine.wait` or `kill` returns, no process
+Parents start one as a `RunningEngine`, which imports no vLLM. The demo, engine tests and
+benchmarks do so, on any thread. Invariant: when `RunningEngine.wait` or `kill` returns, no process
 of the engine is left.
 
 Request:
@@ -44,7 +44,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -103,7 +102,7 @@ def launch(command: list[str], env: dict[str, str], log_path: str) -> subprocess
 class RunningEngine:
     """An engine child that was started; `wait` must be called, or `kill`.
 
-    One thread owns it, but `kill` may be called from any other.
+    Request, result and log go to `directory`. One thread owns it, but `kill` may be called from any other.
     """
 
     def __init__(
@@ -157,11 +156,6 @@ class RunningEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def start_engine(request: dict[str, Any], directory: str | None = None) -> RunningEngine:
-    """Start an engine child; request, result and log go to `directory` (default: a new one)."""
-    return RunningEngine(request, directory or tempfile.mkdtemp(prefix="fskv-engine-"))
 
 
 # Stores go on after their request: a moment, then a step in which the scheduler hears how they ended.

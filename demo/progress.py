@@ -100,8 +100,7 @@ def _cpu_s(pid: int) -> float:
     total = 0.0
     with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(pid)
-        total = sum(engine.cpu_times()[:4])
-        for child in engine.children(recursive=True):
+        for process in (engine, *engine.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                total += sum(child.cpu_times()[:4])
+                total += sum(process.cpu_times()[:4])
     return total

@@ -25,7 +25,7 @@ import httpx
 
 from demo.engine import RunningEngine, launch
 from demo.progress import Lines, StoryError, follow, living
-from demo.story import duration
+from demo.story import connector, duration
 
 NAME = "SmolLM2-135M-Instruct"
 TEXT = pathlib.Path(__file__).resolve().parents[1] / "LICENSE"
@@ -80,12 +80,6 @@ def _ask_a_server(checkpoint: str, root: str, directory: pathlib.Path, lines: Li
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    transfer = {
-        "kv_connector": "FskvConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"root": root},
-    }
     command = [
         *(sys.executable, "-c", CHILD),
         f"--model={checkpoint}",
@@ -96,7 +90,7 @@ def _ask_a_server(checkpoint: str, root: str, directory: pathlib.Path, lines: Li
         "--max-model-len=4096",
         "--gpu-memory-utilization=0.3",
         "--shutdown-timeout=10",
-        f"--kv-transfer-config={json.dumps(transfer)}",
+        f"--kv-transfer-config={json.dumps(connector(root))}",
         "--enforce-eager",
         "--enable-prompt-tokens-details",
     ]
