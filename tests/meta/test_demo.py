@@ -119,13 +119,15 @@ def test_a_demo_that_is_interrupted_during_an_answer_leaves_no_server(
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
-    [("time.sleep(600)", "computed nothing"), ("while True: pass", "CPU seconds in vain")],
+    ("engine", "limit", "said"),
+    [
+        ("time.sleep(600)", {"IDLE_S": 0.5, "IDLE_CPU_S": 600.0}, "computed nothing"),
+        ("while True: pass", {"STEP_CPU_S": 0.5}, "CPU seconds in vain"),
+    ],
 )
-def test_an_engine_that_makes_no_progress_is_given_up(tmp_path, monkeypatch, engine, said):
-    monkeypatch.setattr(progress, "IDLE_S", 0.5)
-    monkeypatch.setattr(progress, "IDLE_CPU_S", 0.02)
-    monkeypatch.setattr(progress, "STEP_CPU_S", 1.0)
+def test_an_engine_that_makes_no_progress_is_given_up(tmp_path, monkeypatch, engine, limit, said):
+    for name, value in limit.items():
+        monkeypatch.setattr(progress, name, value)
     with subprocess.Popen([sys.executable, "-c", f"import time\n{engine}"]) as process:
         try:
             with pytest.raises(progress.StoryError, match=said):
@@ -159,7 +161,7 @@ def test_a_story_s_problem_is_the_demo_s(tmp_path, monkeypatch, capsys, problems
 
 
 def test_weights_that_are_not_to_be_had_are_a_line_and_no_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FSKV_CHECKPOINTS", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(run, "CHECKPOINTS", str(tmp_path / "checkpoints"))
     monkeypatch.setattr(run, "_run", lambda *_: 1)
     monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
