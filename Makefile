@@ -24,11 +24,11 @@ help: ## Show this list
 setup: ## Make .venv: a vLLM engine for CPUs, fskv, test tools (the others call it)
 	@VENV='$(VENV)' bash .ci/setup
 
-demo: $(SETUP) ## Real engines store, restart, load, survive damaged files; a served one answers (some minutes)
+demo: $(SETUP) ## A served model answers from files after a restart; two engines survive damaged files (4 minutes)
 	@'$(PY)' -m demo.run $(ARGS)
 
-demo-quick: $(SETUP) ## The same with two small models
-	@'$(PY)' -m demo.run --quick $(ARGS)
+demo-all: $(SETUP) ## The same with six models (9 minutes)
+	@'$(PY)' -m demo.run --all $(ARGS)
 
 bench: $(SETUP) ## Store and load speed on the storage of DIR, and the options that suit it (default: .cache)
 	@mkdir -p .cache

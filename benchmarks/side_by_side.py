@@ -37,7 +37,7 @@ from benchmarks.options import parser, positive, settings
 from benchmarks.questions import Documents
 from benchmarks.report import judged, percentile, publish, say, show, spread
 from benchmarks.rig import BenchmarkError, work_directory
-from demo.engine import start_engine
+from demo.engine import RunningEngine
 from faults.disk import DiskFaults, build_library
 
 BLOCK_TOKENS, ANSWER_TOKENS = 128, 8
@@ -164,7 +164,7 @@ class Run:
                 for n, p in enumerate(prompts)
             ]
         steps += [{"touch_file": self._file("end", "reached")}]
-        engine = start_engine(
+        engine = RunningEngine(
             {
                 "model": self.plan.options.model,
                 "engine": {

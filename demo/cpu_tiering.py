@@ -26,39 +26,24 @@ class _PosesAsCuda(torch.Tensor):
     is_cuda = True
 
 
-class _Event:
-    """Of copies that are over when they were made."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Event) -> float:
-        return 0.0
+def _nothing(*_: object) -> None:
+    pass
 
 
-class _Stream:
-    def wait_stream(self, other: object) -> None:
-        pass
+def _event(**_: Any) -> Any:
+    """Return an event of copies that are over when they were made."""
+    return types.SimpleNamespace(
+        record=_nothing, query=lambda: True, synchronize=_nothing, elapsed_time=lambda _: 0.0
+    )
 
-    def wait_event(self, event: object) -> None:
-        pass
+
+def _stream(*_: object) -> Any:
+    return types.SimpleNamespace(wait_stream=_nothing, wait_event=_nothing)
 
 
 class _Platform:
-    Stream = _Stream
-    current_stream = staticmethod(_Stream)
-
-    def stream(self, stream: object) -> Any:
-        return nullcontext()
+    Stream = current_stream = staticmethod(_stream)
+    stream = staticmethod(nullcontext)
 
     def __getattr__(self, name: str) -> Any:
         from vllm.platforms import current_platform
@@ -74,7 +59,7 @@ def _copy(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool
 def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
     """Give vLLM's handlers the stream, the events and the copy above, in this process."""
     fake_torch = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
-    fake_torch.Event = _Event
+    fake_torch.Event = _event
     replace(gpu_worker, "torch", fake_torch)
     replace(gpu_worker, "current_platform", _Platform())
     replace(gpu_worker, "PIN_MEMORY", False)

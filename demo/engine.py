@@ -5,10 +5,9 @@ request's steps in order, shuts the engine down and writes one JSON result, also
 something fails. It knows nothing of fskv: which connector runs is the request's
 `kv_transfer_config`. It downloads nothing and loads no tokenizer.
 
-Parents import `run_engine` (start, wait, result) or `start_engine` (a handle, for those
-that do damage or kill while the engine runs); these import no vLLM. Demo scripts and
-engine tests call them, on any thread. Invariant: when `run_engine` or
-`RunningEngine.wait` returns, no process of the engine is left.
+Parents start one as a `RunningEngine`, which imports no vLLM. The demo, engine tests and
+benchmarks do so, on any thread. Invariant: when `RunningEngine.wait` or `kill` returns, no process
+of the engine is left.
 
 Request:
     model               directory of the checkpoint
@@ -29,12 +28,11 @@ Request:
         {"wait_for_file": path, "timeout_s": 60}
 
 Result:
-    engine_start_s, import_s, peak_rss_bytes, peak_rss_children_bytes
     steps       one dict per step done: the step's name in "step" and, for a generate,
                 label, tokens, num_cached_tokens, ttft_s (arrival to first token), wall_s;
                 for metrics, a list of {name, labels, value} or {name, labels, count, sum}
-    error, traceback   only after a failure ("ValueError: one line"); exit code 1
-  added by the parent: exit_code, log_path, and log_tail if the exit code is not 0
+    error       only after a failure ("ValueError: one line"); exit code 1
+  added by the parent: exit_code, log_path
 """
 
 from __future__ import annotations
@@ -42,16 +40,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 ENV_DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -76,29 +72,20 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 
 METRIC_WORDS = ("kv_offload", "external_prefix", "fskv", "spec_decode")
-LOG_TAIL_LINES = 30
 POLL_S = 0.05
-# Between SIGTERM and SIGKILL.
-TERMINATE_GRACE_S = 5.0
 
 
-class Process(Protocol):
-    """What is asked of an engine's process, which leads a session of its own; as subprocess.Popen has it."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+# (paths of request and result, environment, path of the log) -> the process, which leads a session of its own
+Launch = Callable[[list[str], dict[str, str], str], Any]
 
 
-# (paths of request and result, environment, path of the log) -> the process
-Launch = Callable[[list[str], dict[str, str], str], Process]
+def launch_child(paths: list[str], env: dict[str, str], log_path: str) -> subprocess.Popen[bytes]:
+    """Start this file as a new process."""
+    return launch([sys.executable, os.path.abspath(__file__), *paths], env, log_path)
 
 
-def launch_child(paths: list[str], env: dict[str, str], log_path: str) -> Process:
-    """Start this file as a new process with its output in the log, as the leader of a session."""
-    command = [sys.executable, os.path.abspath(__file__), *paths]
+def launch(command: list[str], env: dict[str, str], log_path: str) -> subprocess.Popen[bytes]:
+    """Start a command with its output in the log, as the leader of a session."""
     with open(log_path, "ab") as log:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
@@ -115,7 +102,7 @@ def launch_child(paths: list[str], env: dict[str, str], log_path: str) -> Proces
 class RunningEngine:
     """An engine child that was started; `wait` must be called, or `kill`.
 
-    One thread owns it, but `kill` may be called from any other.
+    Request, result and log go to `directory`. One thread owns it, but `kill` may be called from any other.
     """
 
     def __init__(
@@ -149,9 +136,6 @@ class RunningEngine:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             timed_out = True
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(TERMINATE_GRACE_S)
         finally:
             self.kill()
         code = self._process.returncode
@@ -164,24 +148,14 @@ class RunningEngine:
             result["error"] = f"EngineCrash: exit code {code} without a result"
         result["exit_code"] = code
         result["log_path"] = self.log_path
-        if code != 0 or timed_out:
-            result["log_tail"] = _last_lines(self.log_path, LOG_TAIL_LINES)
         return result
 
     def kill(self) -> None:
         """SIGKILL the engine with all its workers and reap it, as a lost machine would."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
         # The group outlives its leader as long as a worker does.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-
-def start_engine(request: dict[str, Any], directory: str | None = None) -> RunningEngine:
-    """Start an engine child; request, result and log go to `directory` (default: a new one)."""
-    return RunningEngine(request, directory or tempfile.mkdtemp(prefix="fskv-engine-"))
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 # Stores go on after their request: a moment, then a step in which the scheduler hears how they ended.
@@ -191,36 +165,9 @@ SETTLE: list[dict[str, Any]] = [
 ]
 
 
-def run_engine(
-    request: dict[str, Any], timeout_s: float, directory: str | None = None
-) -> dict[str, Any]:
-    """Run one engine to its end and return its result; see the module's docstring."""
-    return explained(start_engine(request, directory).wait(timeout_s))
-
-
-def explained(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result, after the end of the log was printed if the engine failed."""
-    if result["exit_code"] != 0:
-        lines = [f"engine failed: {result['error']} (log: {result['log_path']})"]
-        lines += [f"  | {line}" for line in result["log_tail"]]
-        print("\n".join(lines), file=sys.stderr)
-    return result
-
-
 def generates(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the result's generate steps by label."""
     return {step["label"]: step for step in result["steps"] if step["step"] == "generate"}
-
-
-def metric(result: dict[str, Any], name: str) -> float:
-    """Return the sum over all labels of one metric in the last metrics step.
-
-    `name` goes without vLLM's prefix, e.g. "kv_offload_load_bytes"; a histogram counts with
-    its sum; 0.0 if absent. The unreported flush requests are in vLLM's query counters too.
-    """
-    steps = [step for step in result["steps"] if step["step"] == "metrics"]
-    found = [m for m in (steps[-1]["metrics"] if steps else []) if m["name"] == f"vllm:{name}"]
-    return float(sum(m.get("value", m.get("sum", 0.0)) for m in found))
 
 
 # --- the child ---
@@ -250,32 +197,21 @@ class Child:
                     self.llm.llm_engine.engine_core.shutdown()
             except Exception as error:
                 self._fail(error)
-            # Linux counts ru_maxrss in KiB; of the children it is the largest one.
-            for name, who in (
-                ("peak_rss_bytes", resource.RUSAGE_SELF),
-                ("peak_rss_children_bytes", resource.RUSAGE_CHILDREN),
-            ):
-                self.result[name] = resource.getrusage(who).ru_maxrss * 1024
 
     def _fail(self, error: Exception) -> None:
         text = " ".join(str(error).split())
         self.result.setdefault("error", f"{type(error).__name__}: {text}")
-        self.result.setdefault("traceback", "".join(traceback.format_exception(error)))
         traceback.print_exception(error)
 
     def _start(self) -> None:
-        before = time.monotonic()
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        imported = time.monotonic()
-        self.result["import_s"] = imported - before
         arguments = ENGINE_DEFAULTS | (self.request.get("engine") or {})
         transfer = self.request.get("kv_transfer_config")
         if transfer:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLM(model=self.request["model"], **arguments)
-        self.result["engine_start_s"] = time.monotonic() - imported
 
     def _do(self, step: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in step:
@@ -350,11 +286,6 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     with open(temporary, "w") as file:
         json.dump(value, file, indent=1)
     os.replace(temporary, path)
-
-
-def _last_lines(path: str, count: int) -> list[str]:
-    with open(path, errors="replace") as file:
-        return [line.rstrip() for line in file.readlines()[-count:]]
 
 
 def main(arguments: Sequence[str]) -> int:

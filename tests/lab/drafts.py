@@ -75,9 +75,9 @@ def _exaone() -> Any:
 
 
 def _qwen3_next() -> Any:
-    from demo.checkpoints import _qwen3_next as of_demo
+    from demo.checkpoints import config as of_demo
 
-    config = of_demo()
+    config = of_demo("qwen3_next")
     config.mlp_only_layers = []  # vLLM wants experts in the MTP layer too, and that is layer 0
     return config
 

@@ -15,6 +15,7 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from places import LAB, REPOSITORY
 
 from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
-from demo.engine import ENV_DEFAULTS, SETTLE, RunningEngine, explained, generates
+from demo.engine import ENV_DEFAULTS, SETTLE, RunningEngine, generates
 from faults import files as damage
 from faults.files import by_group, group_of, zero_payload
 from fskv.format import chunk_file
@@ -90,6 +91,16 @@ def run(what: dict[str, Any], **how: Any) -> dict[str, Any]:
 def run_engine(what: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Run an engine to its end; `how` is of `start_engine`."""
     return explained(start_engine(what, **how).wait(ENGINE_TIMEOUT_S))
+
+
+def explained(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result, after the end of the log was printed if the engine failed."""
+    if result["exit_code"] != 0:
+        lines = [f"engine failed: {result['error']} (log: {result['log_path']})"]
+        log = pathlib.Path(result["log_path"]).read_text(errors="replace").splitlines()
+        lines += [f"  | {line}" for line in log[-30:]]
+        print("\n".join(lines), file=sys.stderr)
+    return result
 
 
 # --- starts ---------------------------------------------------------------------------------

