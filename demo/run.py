@@ -69,7 +69,8 @@ def tell_served(root: str, work: pathlib.Path, lines: Lines) -> list[str] | None
 
 def tell_story(name: str, root: str, work: pathlib.Path, lines: Lines) -> list[str]:
     """Return the problems of a model."""
-    lines.say(f"\n[bold]{name}[/]  [dim]{escape(MODELS[name].groups)}[/]")
+    about = MODELS[name].groups + ("" if name == LARGE else "; too small to show speed")
+    lines.say(f"\n[bold]{name}[/]  [dim]{escape(about)}[/]")
     lines.phase("the checkpoint is made once, from a seed; nothing is downloaded")
     log_path = work / "checkpoints.log"
     # A process of its own: transformers would stay in the memory of this one.

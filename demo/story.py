@@ -73,7 +73,7 @@ class Story:
     def tell(self, *, damage_too: bool) -> list[str]:
         """Run the three processes; `damage_too`: with partial prefix, damage and control."""
         try:
-            self._reference()
+            self._reference([self._partial_prompt] * damage_too)
             self._cold()
             if damage_too:
                 self._restart_and_damage()
@@ -87,8 +87,8 @@ class Story:
 
     # --- chapters -------------------------------------------------------------------------
 
-    def _reference(self) -> None:
-        steps = [WARM_UP, self._main("main"), self._partial_prompt]
+    def _reference(self, more: list[Step]) -> None:
+        steps = [WARM_UP, self._main("main"), *more]
         done = generates(self._engine("reference", "computes without fskv", steps, fskv=False))
         self._tokens = {label: step["tokens"] for label, step in done.items()}
         self._computed_s = done["main"]["ttft_s"]
