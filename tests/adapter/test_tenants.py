@@ -182,10 +182,10 @@ USERS = """
 import os, sys
 import numpy.random, torch, faults.transport
 from world import World
-import fskv.root.root
+import fskv.data_path.job, fskv.data_path.store, fskv.root.root
 from fskv.config import StoreConfig
 from fskv.errors import RootError
-from fskv.format import integrity
+from fskv.format import chunk_file, integrity, spans
 from fskv.data_path.transports.host import HostTransport
 root, access, group = sys.argv[1:]
 config = StoreConfig.from_mapping({"root": root, "access": access})
