@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -83,8 +84,9 @@ def modes(path):
     found = {True: set(), False: set()}
     for where, directories, files in os.walk(path):
         for name in (*directories, *files):
-            info = os.lstat(os.path.join(where, name))
-            found[stat.S_ISDIR(info.st_mode)].add(stat.S_IMODE(info.st_mode))
+            with contextlib.suppress(FileNotFoundError):  # the maintenance process is ending
+                info = os.lstat(os.path.join(where, name))
+                found[stat.S_ISDIR(info.st_mode)].add(stat.S_IMODE(info.st_mode))
     return found
 
 
