@@ -156,20 +156,18 @@ CONFIGS = {
 def test_arithmetic_says_what_vllms_own_class_says(tmp_path, monkeypatch, name):
     config = {**CONFIGS[name], "model_type": name, "time_step_limit": [0.0, float("inf")]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # The KV's dtype of a quantised checkpoint is not guessed.
-    dtype = ["--kv-cache-dtype", "fp8_e4m3"] if "quantization_config" in config else []
-    asked = fskv("plan", tmp_path, "--json", "--tp", 2, *dtype)
+    asked = fskv("plan", tmp_path, "--json", "--tp", 2)
     assert asked.exit_code == 0, asked.stderr
     assert "by rule for CUDA" in "".join(asked.summary["notes"])
     monkeypatch.setattr("fskv_tools.plan.engine.vllm_is_installed", lambda: False)
-    alone = fskv("plan", tmp_path, "--json", "--tp", 2, *dtype)
+    alone = fskv("plan", tmp_path, "--json", "--tp", 2)
     for one, other in zip(asked.lines, alone.lines, strict=True):
         same = {key: value for key, value in one.items() if key not in UNLIKE}
         assert same == {key: value for key, value in other.items() if key not in UNLIKE}
     # Negative control: of a model with another width it is another.
     wider = {**config, "head_dim": 128, "kv_lora_rank": 448}
     (tmp_path / "config.json").write_text(json.dumps(wider))
-    wrong = fskv("plan", tmp_path, "--json", "--tp", 2, *dtype)
+    wrong = fskv("plan", tmp_path, "--json", "--tp", 2)
     assert wrong.summary["kv_nbytes_per_token"] != asked.summary["kv_nbytes_per_token"]
 
 

@@ -123,25 +123,35 @@ def test_layers_are_sorted_into_groups_of_blocks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("beside", "inside", "guessed"),
+    ("beside", "inside", "dtype"),
     [
-        (None, {"quant_method": "fp8"}, True),
-        ({"kv_cache_quant_algo": "FP8", "quant_algo": "FP8"}, None, False),
+        (None, None, "auto"),
+        ({"kv_cache_quant_algo": "FP8", "quant_algo": "FP8"}, None, "fp8_e4m3"),
         # vLLM reads the file beside it only where config.json says nothing.
-        ({"kv_cache_quant_algo": "FP8"}, {"quant_method": "fp8"}, True),
-        (None, {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, False),
+        ({"kv_cache_quant_algo": "FP8"}, {"quant_method": "fp8"}, "auto"),
+        (None, {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        (
+            None,
+            {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+            "fp8",
+        ),
     ],
-)
-def test_the_dtype_of_a_quantised_kv_is_asked_for_and_not_guessed(
-    tmp_path, beside, inside, guessed
-):
+)  # fmt: skip
+def test_the_dtype_of_the_kv_is_that_of_the_checkpoints_files(tmp_path, beside, inside, dtype):
     if beside is not None:
         quant = {"producer": {"name": "modelopt"}, "quantization": beside}
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant))
-    path = write(tmp_path, {**LLAMA, "quantization_config": inside})
-    done = run("plan", path)
-    assert (done.exit_code == 0, "give --kv-cache-dtype" in done.stderr) == (guessed, not guessed)
-    assert planned(path, "--kv-cache-dtype", "fp8")[1]["kv_nbytes_per_token"] == 32 * 2 * 8 * 128
+    summary = plan(tmp_path, {**LLAMA, "quantization_config": inside})[1]
+    assert summary["kv_cache_dtype"] == dtype
+    assert summary["kv_nbytes_per_token"] == 32 * 2 * 8 * 128 * (2 if dtype == "auto" else 1)
+
+
+def test_a_huge_max_model_len_is_planned_like_any_other(tmp_path):
+    longest = ("--max-model-len", "1000000000")
+    usual, huge = (plan(tmp_path, LLAMA, *options)[1] for options in ((), longest))
+    assert usual["blocks_per_chunk"] == huge["blocks_per_chunk"]
+    done = run("plan", tmp_path, *longest, "--prompt-tokens", "999999999")
+    assert (done.exit_code, done.stdout) == (2, "")
 
 
 def test_json_is_read_as_python_and_vllm_read_it(tmp_path):

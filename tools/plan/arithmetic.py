@@ -23,7 +23,7 @@ _LIMIT = (
 )
 
 
-def groups_of(config: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def groups_of(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Return groups as `fskv.engines.vllm.model_groups` does, from a model's files. Raises UsageError."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
@@ -31,10 +31,7 @@ def groups_of(config: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]
     if model_type not in _HEADS + _MLA or text.get("index_topk"):
         raise UsageError(f"config.json: model_type: found {model_type!r:.60}; {_LIMIT}")
     dtype = _dtype(request["dtype"], text, config)
-    kv_dtype = request["kv_cache_dtype"]
-    if kv_dtype not in ("auto", *_NBYTES):
-        found = f"found {kv_dtype!r:.80}, expected {', '.join(_NBYTES)}"
-        raise UsageError(f"--kv-cache-dtype: {found}")
+    kv_dtype = _kv_dtype(request["kv_cache_dtype"], config.get("quantization_config") or quant)
     if model_type in _MLA:
         if request["platform"] == "cpu":
             raise UsageError("--platform cpu: MLA there depends on the CPU, which vLLM must see")
@@ -99,3 +96,21 @@ def _dtype(option: str, *places: Any) -> str:
     if found in ("bfloat16", "float16") or option == found == "float32":
         return str(found)
     raise UsageError(f"config.json: dtype: found {found!r:.60}; give --dtype")
+
+
+def _kv_dtype(option: str, quant: Any) -> str:
+    """Return what vLLM makes of --kv-cache-dtype auto where a checkpoint has scales for its KV."""
+    found: Any = option
+    if option == "auto" and isinstance(quant, dict):
+        inner = quant.get("quantization")  # in ModelOpt's own file
+        method = "modelopt" if isinstance(inner, dict) else str(quant.get("quant_method"))
+        scales = inner if isinstance(inner, dict) else quant
+        if method.startswith(("modelopt", "compressed-tensors")):
+            found = scales.get("kv_cache_scheme") or scales.get("kv_cache_quant_algo") or "auto"
+        if isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, "float"):
+            found = "fp8"
+        if method.startswith("modelopt") and found in ("fp8", "FP8"):
+            found = "fp8_e4m3"
+    if found == "auto" or (isinstance(found, str) and found in _NBYTES):
+        return str(found)
+    raise UsageError(f"--kv-cache-dtype: found {found!r:.80}, expected {', '.join(_NBYTES)}")

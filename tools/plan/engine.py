@@ -138,12 +138,13 @@ def of_model(path: str, request: dict[str, Any], chunk_tokens: int | None) -> En
     `request` holds options by their names in vLLM's EngineArgs, and the platform. Raises UsageError, and
     ConfigError as the engine does.
     """
-    config = _without_quantisation(path, request)
+    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
+    config, quant = _read(path), _read(beside) if os.path.exists(beside) else None
     if vllm_is_installed():
-        source, answer = "vLLM's own class of the model", _ask_vllm(config, request)
+        source, answer = "vLLM's own class of the model", _ask_vllm(config, quant, request)
     else:
         source = "arithmetic from config.json; vLLM is not installed here"
-        answer = arithmetic.groups_of(config, request)
+        answer = arithmetic.groups_of(config, quant, request)
     groups = tuple(
         Group(GroupSpec(**(spec | {"kind": GroupKind(spec["kind"])})), tuple(pages), tuple(names))
         for spec, pages, names in answer["groups"]
@@ -176,23 +177,6 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _without_quantisation(path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Read a config.json; refuse to guess the dtype of a KV that the checkpoint has scales for."""
-    beside = os.path.join(os.path.dirname(path), "hf_quant_config.json")
-    config = _read(path)
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    found = [part.pop("quantization_config", None) for part in parts]
-    if not any(found) and os.path.exists(beside):
-        found = [_read(beside).get("quantization")]
-    for quant in found:
-        scales = isinstance(quant, dict) and (
-            quant.get("kv_cache_scheme") or quant.get("kv_cache_quant_algo")
-        )
-        if scales and request["kv_cache_dtype"] == "auto":
-            raise UsageError(f"the checkpoint's KV is {scales!r:.60}; give --kv-cache-dtype")
-    return config
-
-
 def _read(path: str) -> dict[str, Any]:
     """Read a configuration as Python's json does, and so vLLM: Infinity is a number."""
     try:
@@ -204,12 +188,14 @@ def _read(path: str) -> dict[str, Any]:
     return tree
 
 
-def _ask_vllm(config: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Return what `model_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
     own_code = config.pop("auto_map", None)
     with tempfile.TemporaryDirectory(prefix="fskv-plan-") as directory:
-        for name, tree in (("config", config), ("request", request)):
-            Path(directory, f"{name}.json").write_text(json.dumps(tree))
+        files = {"config": config, "request": request, "hf_quant_config": quant}
+        for name, tree in files.items():
+            if tree is not None:
+                Path(directory, f"{name}.json").write_text(json.dumps(tree))
         words = [sys.executable, "-P", "-m", "fskv.engines.vllm.model_groups", directory]
         try:
             done = subprocess.run(

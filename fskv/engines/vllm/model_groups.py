@@ -1,8 +1,8 @@
 """The program that asks vLLM for the KV groups of one model; `fskv plan` starts a process of it for each.
 
 It builds vLLM's own class of the model on the `meta` device, where weights take no memory, and goes on as an
-engine does at its start. Its config.json has no quantisation of weights: of the KV that decides the dtype
-alone, and the command asks for it. Code that comes with a checkpoint never runs.
+engine does at its start. The weights' quantisation is left out: it decides the dtype of the KV and nothing
+else of it, and vLLM's own resolver reads that before. Code that comes with a checkpoint never runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,6 +28,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
+from vllm.transformers_utils.config import get_config
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
@@ -68,6 +72,7 @@ def _answer(directory: str, request: dict[str, Any]) -> dict[str, Any]:
     if by_rule:
         _choose_as_on_gpus()
     register()
+    request["kv_cache_dtype"] = _kv_cache_dtype(directory, request["kv_cache_dtype"])
     os.mkdir(f"{directory}/kv")
     transfer = KVTransferConfig(
         kv_connector="FskvConnector",
@@ -97,6 +102,24 @@ def _answer(directory: str, request: dict[str, Any]) -> dict[str, Any]:
         "by_rule": by_rule,
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
     }
+
+
+def _kv_cache_dtype(directory: str, option: str) -> str:
+    """Return what vLLM makes of --kv-cache-dtype; takes the quantisation out of the directory's files."""
+    hf = get_config(directory, trust_remote_code=False)
+    holder: Any = SimpleNamespace(hf_config=hf)
+    ModelArchConfigConvertorBase._normalize_quantization_config(holder, hf)  # noqa: SLF001
+    found = str(resolve_kv_cache_dtype_string(option, holder))
+    path = Path(directory, "config.json")
+    tree = json.loads(path.read_bytes())
+    for part in (tree, tree.get("text_config")):
+        quant: Any = part.pop("quantization_config", None) if isinstance(part, dict) else None
+        scheme = quant.get("kv_cache_scheme") if isinstance(quant, dict) else None
+        if scheme and found == "auto" and quant.get("quant_method") == "compressed-tensors":
+            found = "fp8"  # as vLLM's Attention does
+    path.write_text(json.dumps(tree))
+    path.with_name("hf_quant_config.json").unlink(missing_ok=True)
+    return found
 
 
 def _kv_cache_config(directory: str, config: VllmConfig, by_rule: bool) -> KVCacheConfig:
