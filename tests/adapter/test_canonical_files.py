@@ -175,3 +175,20 @@ def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certifie
         return
     with pytest.raises(ConfigError, match="option 'canonical_layout'"):
         canonical_format_of(config, 2)
+
+
+def test_the_views_of_a_rank_are_its_slices():
+    import torch
+
+    from fskv.engines.vllm.files import canonical_files, slice_offsets
+
+    mapping = _mappings(2, 4)[1]
+    caches = _caches(mapping, mapping.local_page_size_bytes)
+    files = canonical_files([_group()], 2, caches, 4)
+    assert files.file_ranks == (2, 3)
+    for number, view, layouts in zip(files.file_ranks, files.tensors, files.layouts, strict=True):
+        at = slice_offsets(mapping, 4)[number]
+        nbytes = mapping.canonical_page_size_bytes // 4
+        assert torch.equal(view, caches.tensors[0].tensor[:, at : at + nbytes])
+        assert layouts[0].pages[0].nbytes == nbytes
+        assert view.stride(0) == mapping.local_page_size_bytes

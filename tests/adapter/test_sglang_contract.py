@@ -51,6 +51,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.utils.weight_checker import WeightChecker
 
     from fskv.engines.sglang import harmless, identity, server, storage
     from fskv.engines.sglang.host_pool import host_pages
@@ -591,3 +592,14 @@ def test_prompts_that_the_tree_tells_apart_have_storage_keys_of_their_own():
         names.setdefault(page, set()).add((key.extra_key, key.cache_salt, *key.token_ids))
     assert len(names) > 100
     assert all(len(facts) == 1 for facts in names.values())
+
+
+def test_each_way_to_change_weights_is_watched(make):
+    make()
+    ways = [
+        *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
+        *("load_weights_from_distributed", "begin_weight_update", "end_weight_update"),
+    ]
+    assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
+    assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
+    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")

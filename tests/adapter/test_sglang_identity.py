@@ -16,7 +16,7 @@ from toy_engine import PAGE_NBYTES, identity
 
 from fskv.config import StoreConfig
 from fskv.engines.prometheus import Publisher
-from fskv.engines.sglang.harmless import HARMLESS_VARIABLES, VARIABLES
+from fskv.engines.sglang.harmless import HARMLESS_ARGUMENTS, HARMLESS_VARIABLES, VARIABLES
 from fskv.engines.sglang.host_pool import host_pages
 from fskv.engines.sglang.identity import (
     ServerFacts,
@@ -26,7 +26,7 @@ from fskv.engines.sglang.identity import (
     take_options,
 )
 from fskv.errors import ConfigError, RestError
-from fskv.identity.rules import environment
+from fskv.identity.rules import environment, settings
 from fskv.offload import BlockingStore, KvStore, Page
 from fskv.types import ChunkId
 
@@ -527,3 +527,29 @@ def test_what_is_counted_is_published_under_sglangs_name(tmp_path):
 
 def told(variables):
     return environment(variables, VARIABLES, HARMLESS_VARIABLES)
+
+
+def test_what_is_not_known_to_be_harmless_counts():
+    assert settings({"port": 1, "log_level": "x"}, {}, HARMLESS_ARGUMENTS) == {}
+    assert settings({"ports": 1}, {}, HARMLESS_ARGUMENTS) == {"ports": 1}
+    assert told({"SGLANG_LOG_MS": "1", "OTHER": "1"}) == {}
+    assert told({"SGLANG_NEW": "1"}) == {"SGLANG_NEW": 1}
+    telling = dict.fromkeys(
+        (
+            *("AITER_FORCE_A8W4", "FLASHINFER_NVFP4_4OVER6", "ROCM_QUICK_REDUCE_QUANTIZATION"),
+            *("TRTLLM_DISABLE_FP4_QUANT_FAST_MATH", "USE_TRITON_W8A8_FP8_KERNEL", "SGL_NEW"),
+            *("USE_ROCM_AITER_ROPE_BACKEND", "DEEP_NORMAL_MODE_USE_INT8_QUANT", "FLA_USE_FAST_OPS"),
+            *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ASCEND_USE_FIA"),
+        ),
+        "1",
+    )
+    # SGLang sets most of these itself.
+    harmless = dict.fromkeys(
+        (
+            *("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_DISABLE_VERSION_CHECK", "TRTLLM_ENABLE_PDL"),
+            *("FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_CUBIN_DIR", "FLASHINFER_LOGLEVEL"),
+            *("AITER_LOG_TUNED_CONFIG", "AITER_JIT_DIR", "SGL_LOG_MS", "SGL_FORCE_SHUTDOWN"),
+        ),
+        "1",
+    )
+    assert told({**telling, **harmless}) == dict.fromkeys(telling, 1)

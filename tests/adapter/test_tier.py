@@ -351,3 +351,27 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
 
     monkeypatch.setattr(workers, "connectors", find)
     assert workers.report(None, "e", None, "") == answers[1]
+
+
+def test_rows_beyond_two_gib_are_found(make_rig):
+    rig = make_rig()
+    used = tier.ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
+    (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
+    assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
+
+
+@pytest.mark.parametrize("vouched", [False, True], ids=["in_doubt", "negative_control"])
+def test_a_drain_that_puts_the_weights_in_doubt_gathers_nothing_more(make_rig, vouched):
+    rig = make_rig(faults.Script(write="H*"), io_threads=2, weights_fixed=vouched)
+    for number, rows in ((2, (4, 5)), (3, (6, 7))):
+        rig.fill_rows(0, rows, seed=number)
+        rig.submit(rig.keys(number), rows, load=False)
+    rig.transport.wait_until_hanging(2)
+    returns_in_time(lambda: rig.tier.drain_jobs() or 1)
+    rig.poll()
+    assert set(rig.results) == {1, 2}, "every job has its result at once"
+    rig.rows[:] = POISON
+    rig.transport.script = faults.Script()
+    rig.transport.release()
+    wait_for(lambda: rig.poll() and rig.tier._worker.mover._runner.num_open_stores == 0)
+    assert len(rig.files()) == (4 if vouched else 2), "those that threads had gathered"

@@ -182,3 +182,16 @@ def test_what_a_backend_keeps_of_the_first_page_that_it_sees_is_forgotten(arena)
     assert impl.scales is None
     impl.do_kv_cache_update(layer, *torch.zeros(2, 1, 0, kv.SIZE), layer.kv_cache, torch.tensor([]))
     assert impl.scales == layer.kv_cache.data_ptr()  # the control: it keeps what it sees
+
+
+def test_all_six_layouts_are_told_apart_and_the_number_of_blocks_is_not(arena, monkeypatch):
+    said = {}
+    for layout in kv.LAYOUTS:
+        cache = kv.Cache("full", layout)
+        said[layout] = inside(cache, layer_of(cache, Impl(arena)))
+    assert said["LBHNC"] != said["LBNHC"]
+    assert len({said["BLHNC"], said["BLNHC"], said["BHLNC"], said["LBHNC"]}) == 4
+    monkeypatch.setattr(kv, "NUM_BLOCKS", kv.NUM_BLOCKS + 9)
+    for layout in kv.LAYOUTS:
+        cache = kv.Cache("full", layout)
+        assert inside(cache, layer_of(cache, Impl(arena))) == said[layout]

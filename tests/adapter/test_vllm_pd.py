@@ -181,3 +181,22 @@ def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, 
     both.update_state_after_alloc(SimpleNamespace(request_id="r"), blocks, 128)
     _, meta = both.build_connector_meta(step(None)).metadata
     assert meta.jobs_to_flush == ({1} if told else set())
+
+
+def test_where_the_workers_cannot_be_asked_the_engine_does_not_start():
+    from fskv.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="no worker reported a namespace"):
+        scheduler_half().set_xfer_handshake_metadata_pp_aware({(0, 0): "theirs"})
+
+
+def test_each_of_two_connectors_takes_the_workers_of_its_own_root(monkeypatch):
+    """In FskvMultiConnector; its workers have a connector for each root."""
+    roots = [handshakes(), handshakes("/other")]
+    halves = [scheduler_half(), scheduler_half("/other")]
+    make = lambda own: (own, worker_half(roots[1][own.handshake.rank]))
+    core = Core(monkeypatch, make, roots[0])
+    core.start(multi(*halves))
+    for half, expected in zip(halves, roots, strict=True):
+        assert half._manager.workers == expected
+        half._manager.shutdown()

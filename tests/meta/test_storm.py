@@ -148,3 +148,11 @@ def test_negative_control_a_writer_that_is_not_stopped_leaves_a_chunk(native_lib
     assert '"statuses": ["ok"]' in done.stdout, done.stderr
     assert len(list(disk.rglob("*.kv"))) == 1
     assert list(disk.rglob("*.part")) == []
+
+
+@pytest.mark.slow
+def test_negative_control_who_does_not_give_back_is_noticed(tmp_path):
+    code, facts = storm(tmp_path, "--break", "ending", "--kills", "2")
+    assert code == 1
+    assert len(facts["leaks"]) == 4
+    assert all(left["files"] > 0 for left in facts["leaks"])

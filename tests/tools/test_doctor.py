@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -486,3 +487,30 @@ def test_two_roots_are_one_too_many(tmp_path):
     assert run("doctor", here, "--no-write", root=other).exit_code == 2
     done = run("doctor", here, "--no-write", "--json", env={"FSKV_ROOT": other})
     assert done.summary["root"] == here
+
+
+def test_problems_come_first(tmp_path):
+    root = tmp_path / "kv"
+    lines = run("doctor", *PATIENT, root).stdout.splitlines()
+    told = [word for line in lines if (word := line.partition(" ")[0]) in list(Level)]
+    found = [line["level"] for line in findings(run("doctor", *PATIENT, "--json", root=root))]
+    for each in (told, found):
+        assert each == sorted(each, key=list(Level).index)
+        assert each[0] == Level.PROBLEM
+    assert run("doctor", root, "--config", "{}").exit_code == 2
+
+
+def test_permissions_are_judged(lab):
+    os.chmod(lab.path, stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO)
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "warning"
+    os.chmod(lab.path, 0o700)
+    assert of(run("doctor", *PATIENT, "--json", root=lab.path), "owner of root")[0][0] == "ok"
+
+
+def test_a_check_that_fails_is_a_problem():
+    def fails(_):
+        raise ZeroDivisionError("so it is")
+        yield
+
+    (found,) = rounds.look(fails, None)
+    assert (found.check, found.level) == ("fails", Level.PROBLEM)

@@ -624,3 +624,8 @@ def test_a_line_of_json_holds_no_number_that_json_has_not(capsys):
     with pytest.raises(ValueError, match="JSON compliant"):
         emit("summary", load_s=float("inf"))
     assert capsys.readouterr().out == ""
+
+
+def test_an_endless_answer_is_cut_at_its_length_long_before_its_deadline():
+    with server(Engine(), "endless") as made, pytest.raises(endpoint.NoMetrics, match="8 MiB"):
+        endpoint.fetch(made.url, HANG_S)

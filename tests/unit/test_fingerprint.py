@@ -737,3 +737,28 @@ def test_real_safetensors_files_are_understood(tmp_path):
     tensors["b"][0] = 2
     save_file(tensors, tmp_path / "model.safetensors")
     assert sampled(tmp_path) != before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_change_of_any_one_of_thousands_of_tensors_is_seen(tmp_path, seed):
+    path = tmp_path / "model.safetensors"
+    random_ = random.Random(seed)
+    start = write_safetensors(path, seed=0, num_tensors=6000, nbytes=60_000, sparse=True)
+    seen = {sampled(tmp_path)}
+    for _ in range(4):
+        overwrite(path, start + random_.randrange(6000) * 60_000, random_.randbytes(60_000))
+        found = sampled(tmp_path)
+        assert found not in seen
+        seen.add(found)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_other_weights_of_as_many_bytes_as_lie_between_two_samples_are_seen(tmp_path, name):
+    path = other_format(tmp_path / name)
+    before = sampled(tmp_path)
+    random_ = random.Random(name)
+    for _ in range(10):
+        at = random_.randrange(OTHER_SIZE - (512 << 10))
+        overwrite(path, at, b"\xff" * (512 << 10))
+        assert sampled(tmp_path) != before
+        other_format(path)

@@ -869,3 +869,48 @@ def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeyp
 
     with pytest.raises(AssertionError, match="wrong KV"):
         returns_in_time(go)
+
+
+def test_a_parked_slot_is_not_used_by_another_job(make_bench):
+    bench = make_bench(num_threads=1, num_slots=4)
+    contents = {n: bench.world.content(seed=n) for n in (1, 2)}
+    for n, content in contents.items():
+        bench.world.put(n, content)
+    bench.transport.script = Script(read="H")
+    hung = bench.load([1])
+    bench.transport.wait_until_hanging(1)
+    bench.clock.advance(3)
+    assert bench.poll()[hung].failed
+    # The thread is replaced; the next load runs while the first one's read is still out.
+    job = bench.load([2], place=3)
+    assert not bench.finish(job)[0].failed
+    assert bench.world.pages(bench.blocks(3)) == contents[2]
+    calm(bench)
+    bench.wait_until_idle()
+    assert bench.world.pages(bench.blocks(3)) == contents[2]
+    assert bench.poisoned(0)
+
+
+@pytest.mark.parametrize("event", ["E", "s", "B", "S", "A"])
+def test_no_byte_of_a_read_that_failed_a_check_reaches_the_pages(make_bench, event):
+    bench = make_bench()
+    bench.world.put(1, bench.world.content())
+    bench.transport.script = Script(read=event + "*")
+    assert bench.finish(bench.load([1]))[0].failed
+    assert bench.poisoned(0)
+    bench.wait_until_idle()
+
+
+def test_wait_gives_a_load_up_and_its_pages_are_free(make_bench):
+    bench = make_bench()
+    bench.world.put(1, bench.world.content())
+    bench.transport.script = Script(read="H")
+    job = bench.load([1])
+    bench.transport.wait_until_hanging(1)
+    returns_in_time(lambda: bench.runner.wait([job]) or 1)
+    (result,) = bench.finish(job)
+    assert result.failed
+    calm(bench)
+    bench.wait_until_idle()
+    assert bench.poisoned(0)
+    assert bench.statuses(loads=True) == {Status.SKIPPED: 1}  # it says nothing against the chunk

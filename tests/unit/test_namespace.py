@@ -382,3 +382,7 @@ def test_whatever_parses_is_what_chunk_path_makes(at, cut, text):
         suffix = "" if found.rank is None else f".r{found.rank}"
         assert path == f"chunks/{found.name[:3]}/{found.name}.g{found.group_idx}{suffix}.kv"
         assert path.isascii()
+
+
+def test_models_that_look_alike_after_sanitising_have_different_directories():
+    assert directory(identity(model_name="a b")) != directory(identity(model_name="a_b"))

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_jobs import POISON, Bench
+from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
 from fskv import _native, namespace
@@ -860,3 +860,25 @@ def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_n
     bench.wait_until_idle()
     assert seen == [pytest.approx(then, abs=1)]
     assert os.stat(bench.world.path(1)).st_mtime > then + 600
+
+
+def test_a_hung_file_system_fails_the_load_at_its_deadline_and_never_touches_the_pages(
+    make_native_bench, monkeypatch
+):
+    """A fifo opened for reading would hang; ours is refused. So the hang is Python's own part of the way."""
+    bench = make_native_bench(num_threads=2, num_slots=8)
+    begun, held = threading.Event(), threading.Event()
+
+    def hang(*arguments):
+        begun.set()
+        return Status.OK if held.wait(60) else Status.IO_ERROR
+
+    monkeypatch.setattr(bench.world.store, "get", hang)
+    job = bench.load([1])  # absent: left to Python
+    assert begun.wait(60)
+    bench.clock.now = time.monotonic() + DEADLINE.max_s
+    assert bench.poll()[job].failed
+    assert bench.runner.num_threads_hung == 1
+    held.set()
+    bench.wait_until_idle()
+    assert bench.poisoned(0)

@@ -577,3 +577,26 @@ def test_a_start_does_not_wait_for_a_root_whose_mount_is_not_told(make_world, mo
             make_world()
     finally:
         answer.set()
+
+
+def test_a_dangling_symlink_in_a_chunks_place_writes_nothing_behind_it(world, tmp_path):
+    in_place(world, lambda path: os.symlink(tmp_path / "nowhere", path))
+    assert world.get(1) == (Status.STALE, None)
+    assert world.put(1, world.content()) is Status.OK
+    assert not os.path.exists(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_stands_under_a_parts_name_is_neither_written_to_nor_removed(
+    world, tmp_path, monkeypatch, kind
+):
+    part = world.directory.part_path(world.path(1))
+    monkeypatch.setattr(type(world.directory), "part_path", lambda *_: part)
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    os.makedirs(os.path.dirname(part), exist_ok=True)
+    (os.symlink if kind == "link" else os.link)(theirs, part)
+    assert world.put(1, world.content()) is Status.IO_ERROR
+    assert theirs.read_bytes() == b"theirs"
+    assert os.path.samefile(part, theirs)
+    assert world.get(1) == (Status.MISSING, None)
