@@ -146,6 +146,7 @@ def test_an_engine_that_computes_now_and_then_is_waited_for(tmp_path, monkeypatc
     monkeypatch.setattr(progress.time, "monotonic", itertools.count(0, 20).__next__)
     looks = iter([False] * 90 + [True])
     progress.follow(0, lambda: next(looks), Display(tmp_path / "never"))
+    assert list(looks) == [], "looked at until the step was done"
 
 
 @pytest.mark.parametrize(
