@@ -444,9 +444,10 @@ def test_the_same_checkpoint_elsewhere_shares_and_other_bytes_under_its_name_do_
     assert identity_of(moved, weights_id=None) != identity_of(template, weights_id=None)
 
 
-def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are(tmp_path):
-    """One is this process; the other has a place, a user and ports of its own."""
-    own = {"port": 9111, "memory": 0.7, "home": str(tmp_path)}
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are(tmp_path, every):
+    """One is this process; the other has a place, a host's name, a user and ports of its own."""
+    own = {"port": 9111, "memory": 0.7, "home": str(tmp_path), "every": every}
     env = {
         **os.environ, "HOME": str(tmp_path), "VLLM_HOST_IP": "127.0.0.2", "LOCAL_RANK": "1",
         "USER": "two", "LOGNAME": "two",
@@ -454,12 +455,17 @@ def test_two_starts_of_one_line_have_one_namespace_wherever_and_whoever_they_are
         "VLLM_CACHE_ROOT": os.path.expanduser("~/.cache/vllm"),
     }  # fmt: skip
     program = [sys.executable, settings_lab.__file__, json.dumps(own)]
+    if os.geteuid() == 0 and shutil.which("unshare"):
+        named = 'hostname pod-7 2>/dev/null; exec "$@"'
+        program = ["unshare", "--uts", "sh", "-c", named, "sh", *program]
     done = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True)
     found = re.search(r"^digests (.*)$", done.stdout, re.MULTILINE)
     assert found, done.stderr[-2000:]
-    here = settings_lab.digests({"port": 8000, "memory": 0.3})
+    here = settings_lab.digests({"port": 8000, "memory": 0.3, "every": every})
     assert json.loads(found[1]) == here
-    assert len(here) > len(set(here)) > 5  # the control: lines that count are told apart
+    assert len(here) > 30 // every
+    least = 5 if every > 1 else 10
+    assert len(here) > len(set(here)) > least  # the control: lines that count are told apart
 
 
 # --- what follows from harmless settings -------------------------------------------------------------------
