@@ -82,7 +82,9 @@ class Observer:
         self.view = view
         self._past: deque[tuple[float, dict[str, int]]] = deque()
 
-    def look(self, counted: Walk | None = None, told: Callable[[], object] = int) -> Survey:
+    def look(
+        self, counted: Walk | None = None, told: Callable[[], object] = lambda: None
+    ) -> Survey:
         """Look once; sizes are those of `counted`, the engines' or else of a walk.
 
         `told` hears that a walk goes on. Raises CommandError, OSError.
@@ -237,7 +239,7 @@ def walk(view: RootView, told: Callable[[int, int], object] = lambda _done, _all
     return found
 
 
-def amiss(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
+def warnings(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
     """Return what is not as it should be: how bad it is ("bad" or "warn"), and a sentence."""
     unlisted = f"directories that could not be listed: {seen.unlistable:,}; sizes may be too small"
     stuck = seen.usage.unremovable

@@ -39,7 +39,7 @@ def line(*options, before="", stops=STOPS, **given):
 
 
 def judged(given):
-    """Return the settings that were found amiss, each with its level."""
+    """Return the settings that were found wrong, each with its level."""
     found = [one for one in read(str(given))[0] if one.level not in (Level.OK, Level.NOTE)]
     names = [(one.level.value, one.found.split("'")) for one in found]
     return [(level, words[1] if len(words) > 1 else words[0]) for level, words in names]

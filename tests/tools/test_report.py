@@ -119,7 +119,7 @@ def test_the_page_says_what_is_on_disk(lab, tmp_path):
     assert "50 files in the root" in done.stderr
     found = check_page(text)
     for told in (
-        *(f"{nbytes:,} bytes", "Chunk files 50 in 2 namespaces", "Nothing is amiss."),
+        *(f"{nbytes:,} bytes", "Chunk files 50 in 2 namespaces", "Nothing is wrong."),
         *(one.id, two.id, "acme"),
     ):
         assert told in found.text, told

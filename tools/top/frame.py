@@ -90,7 +90,7 @@ def _complaints(frame: Frame, rows: int | None) -> list[RenderableType]:
         found.append(("bad", frame.problem))
     elif frame.survey is None:
         found.append(("dim", "looking ..."))
-    found += survey.amiss(frame.survey) if frame.survey else []
+    found += survey.warnings(frame.survey) if frame.survey else []
     return [
         Text(
             f" ! {show(words)}",

@@ -89,8 +89,8 @@ class Frame:
     def partial(self) -> bool:
         """Whether the root did not answer, or something in it could not be read or listed."""
         seen = self.survey
-        amiss = self.problem or self.no_answer_s
-        return seen is None or bool(amiss or seen.problem or seen.unlistable)
+        failed = self.problem or self.no_answer_s
+        return seen is None or bool(failed or seen.problem or seen.unlistable)
 
 
 class Watches:
