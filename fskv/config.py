@@ -206,6 +206,14 @@ class StoreConfig:
         "Upper bound of all namespaces of this engine's `tenant` on the root.",
         "One tenant must not push out the others.",
     )
+    admission: Literal["auto", "all", "reused"] = option(
+        "auto",
+        "auto, all, reused",
+        "Chunks that are stored. `all`: each one. `reused`: those that a second request computes, or "
+        "finds in the engine's own cache. `auto`: the one of both that hits more on this root, as "
+        "fskv measures it all the time; without a bound `all`. SGLang, LMCache and the tier store all.",
+        "You know the traffic: `all` where it comes back within the room, `reused` to spare an SSD.",
+    )
     maintenance: Literal["on", "off"] = option(
         "on",
         "on, off",
@@ -401,6 +409,7 @@ _PARSERS = {
     "max_bytes": _parse_bound,
     "keep_free": parse_keep_free,
     "tenant_max_bytes": _parse_bound,
+    "admission": _choice("auto", "all", "reused"),
     "maintenance": _choice("on", "off"),
     "health_file": _parse_file,
 }

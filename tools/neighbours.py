@@ -24,6 +24,7 @@ from fskv.root.process_id import provably_dead, unique_name
 from fskv.root.root import FORMAT_FILE, PART_PREFIX, usual_modes
 
 from .exits import NotDone
+from .terminal import iec
 
 # A heartbeat is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
 _SILENT_S = 4 * TTL_S
@@ -120,6 +121,15 @@ class News:
         # News is no record: who misses it learns the same from a load that finds nothing.
         with contextlib.suppress(OSError):
             self._log.publish(namespace.rpartition("@")[2], chunks)
+
+
+def unread_words(usage: Usage) -> str:
+    """Say that engines do not load what they store; only an engine knows why."""
+    hour = usage.last_hour
+    return (
+        f"of {iec(hour.stored)} stored in an hour {iec(hour.loaded)} were loaded: event=written_unread of an "
+        "engine says why"
+    )
 
 
 def wall_clock_ns() -> int:

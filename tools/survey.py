@@ -25,7 +25,7 @@ from fskv.index.scan import Shard
 from fskv.root.filesystem import Space
 from fskv.root.process_id import is_orphan, provably_dead
 
-from .neighbours import is_recent, living, usage_now
+from .neighbours import is_recent, living, unread_words, usage_now
 from .root_view import Namespace, RootView, Unlistable
 from .terminal import many
 
@@ -251,6 +251,7 @@ def warnings(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
         ("bad", stuck, f"{many(stuck, 'file')} cannot be removed"),
         ("bad", seen.unlistable, unlisted),
         ("warn", not kept, "no engine holds the lease: nothing is pruned"),
+        ("warn", kept and seen.usage.is_unread, unread_words(seen.usage)),
     ]
     for status in (GONE, SILENT):
         lost = [one.host for one in seen.engines if one.status == status]

@@ -23,6 +23,7 @@ from fskv.bounds.eviction_news import entries
 from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits, RootState
 from fskv.bounds.process import MaintenanceProcess, Starting
 from fskv.observe.state_log import StateLog
+from fskv.root.process_id import unique_name
 
 _LATE_S = 8.0  # a leader tells every 5 s at least, and the process a second later
 _SILENT_S = 20.0  # without a new sequence for so long nobody may be counting
@@ -36,6 +37,9 @@ _SELDOMEST_S = 3600.0  # at most: somebody may have mounted something else in th
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
 _MAX_FRAME = 64 << 20
+_TRAFFIC_S = 3.0  # between two messages about uses and loads
+_SIGHTS = 400  # of one message, which must go whole into the pipe
+_MAX_MESSAGES = 8  # of sights, at once
 
 
 class Capacity:
@@ -70,6 +74,7 @@ class Capacity:
             "dir_mode": dir_mode,
             "file_mode": file_mode,
             "health_file": health_file,
+            "engine": unique_name(),
         }
         self._clock = clock
         self._process: MaintenanceProcess | None = None
@@ -87,6 +92,9 @@ class Capacity:
         self._written = 0  # bytes on disk, since the present process was started
         self._refused = ""  # why the last store was
         self._removed: list[tuple[bytes, int]] = []
+        self._loaded = 0  # bytes, since the start
+        self._others_sights: list[bytes] = []
+        self._traffic_at = 0.0
         self._silent_polls_since = 0.0  # 0: not silent at the last poll
         self._full = 0
         self._pause_s = 0.0
@@ -204,6 +212,30 @@ class Capacity:
         """A store has ended: of `taken` bytes that it took `written` are on disk now."""
         self._pending = max(0, self._pending - taken)
         self._written += written
+
+    def loaded(self, nbytes: int) -> None:
+        """So many bytes of chunks were loaded."""
+        self._loaded += nbytes
+
+    def report_use(
+        self, used: int, hits: tuple[float, float], take_sights: Callable[[int], bytes]
+    ) -> list[bytes]:
+        """Tell the process now and then what requests use; returns the sights that other engines told.
+
+        `used` is in bytes, since the start. `take_sights` gives so many new names at most, packed.
+        """
+        now = self._clock()
+        if self._process is not None and now - self._traffic_at > _TRAFFIC_S:
+            self._traffic_at = now
+            first, second = (int(1000 * each) for each in hits)
+            message = {"loaded": self._loaded, "used": used}
+            message |= {"first_hits": first, "second_hits": second}
+            for _ in range(_MAX_MESSAGES):
+                sights = take_sights(_SIGHTS)
+                if not self._process.send({**message, "sights": sights}) or not sights:
+                    break
+        heard, self._others_sights = self._others_sights, []
+        return heard
 
     def no_space(self) -> None:
         """A store found the disk full: store nothing for a while, and have something pruned."""
@@ -347,6 +379,8 @@ class Capacity:
         self._heard_at = self._clock() - (time.monotonic() - message.pop("at"))
         if "removed" in message:
             self._removed += entries(message["removed"])
+        elif "sights" in message:
+            self._others_sights.append(message["sights"])
         elif message:
             state = RootState.of(message)
             if state.sequence != self.state.sequence or not state.sequence:

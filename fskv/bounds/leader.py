@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from fskv.bounds.admission import at_first_sight
 from fskv.bounds.count import UNTOLD_S, Count
 from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict, remove_orphans
 from fskv.bounds.eviction_news import EvictionNews
@@ -23,6 +24,7 @@ from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
     Heartbeat,
     Scope,
+    Traffic,
     Usage,
     inodes_short,
     scopes,
@@ -30,6 +32,7 @@ from fskv.bounds.limits import (
     unused_limit_s,
 )
 from fskv.bounds.shared_files import SharedFiles, shortened
+from fskv.bounds.sights import SightsLog
 from fskv.observe.state_log import StateLog
 from fskv.root.filesystem import Space
 from fskv.root.process_id import provably_dead
@@ -57,6 +60,8 @@ _FUTILE_S = 5.0
 _EMPTY_NS = 86_400 * 1_000_000_000  # a namespace without a chunk or an engine goes then
 _STUCK_S = 600.0  # files that could not be removed are tried again
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
+_USE_HALF_LIFE_S = 600.0  # of what an engine has used, in its share
+_HOUR_MS = 3_600_000
 
 
 class Heard(NamedTuple):
@@ -110,6 +115,7 @@ class Leader:
         root: str,
         files: SharedFiles,
         news: EvictionNews,
+        sights: SightsLog,
         lease: Lease,
         file_mode: int,
         grace_s: float,
@@ -117,6 +123,7 @@ class Leader:
         self._root = root
         self._files = files
         self._news = news
+        self._sights = sights
         self._lease = lease
         self._term = lease.term
         self._file_mode = file_mode
@@ -128,6 +135,8 @@ class Leader:
         self._published: Usage | None = None
         self._count = Count(root, files, lease, self._usage.namespaces)
         self._counted = dict(self._usage.counted)  # heartbeat -> its `written` in the sums
+        self._loaded: dict[str, int] = {}  # heartbeat -> its `loaded` in the hour
+        self._used: dict[str, tuple[int, float]] = {}  # heartbeat -> its `used`, and of late
         self._total_written = 0
         self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
@@ -181,12 +190,13 @@ class Leader:
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
         # A heartbeat that is missed at a look comes back: it must not count again.
-        for table in (self._counted, self._full):
+        for table in (self._counted, self._full, self._loaded):
             for name in [*table][: max(0, len(table) - _MAX_KNOWN)]:
                 del table[name]
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
         self._looked_at = now
+        self._note_use(passed_s)
         faded = int(self._usage.growth * _FADE**passed_s)
         self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(int(rate), faded))
@@ -201,9 +211,40 @@ class Leader:
         more = more if more < _FASTEST * max(1.0, passed_s) else 0
         self._total_written += more
         self._counted[beat.name] = beat.written
+        loaded = max(0, beat.loaded - self._loaded.get(beat.name, beat.loaded))
+        self._loaded[beat.name] = beat.loaded
+        self._count_traffic(more, loaded)
         if beat.namespace is not None:
             self._count.report(beat.namespace, more)
         return more
+
+    def _count_traffic(self, stored: int, loaded: int) -> None:
+        """Add to the hour; what it came to is said when it is over."""
+        hour, now_ms = self._usage.hour, time.time_ns() // 1_000_000
+        if not 0 <= now_ms - hour.since_ms < _HOUR_MS:
+            self._usage = replace(self._usage, last_hour=hour)
+            hour = Traffic(now_ms)
+        hour = Traffic(hour.since_ms, hour.stored + stored, hour.loaded + loaded)
+        self._usage = replace(self._usage, hour=hour)
+
+    def _note_use(self, passed_s: float) -> None:
+        """Find what part each engine has in the recent use, and whether chunks are stored at first sight."""
+        kept = 0.5 ** (passed_s / _USE_HALF_LIFE_S)
+        self._used = {
+            beat.name: (beat.used, recent * kept + max(0, beat.used - last))
+            for beat in self._beats
+            for last, recent in [self._used.get(beat.name, (beat.used, 0.0))]
+        }
+        total = sum(recent for _, recent in self._used.values())
+        voters = [beat for beat in self._beats if self._used[beat.name][1] > total / 1000]
+        hits = [(beat.first_hits, beat.second_hits) for beat in voters]
+        self._usage = replace(
+            self._usage,
+            first_sight=at_first_sight(self._usage.first_sight, hits),
+            first_hits=min(MAX_COUNT, sum(first for first, _ in hits)),
+            second_hits=min(MAX_COUNT, sum(second for _, second in hits)),
+            shares={beat.name: int(1000 * self._used[beat.name][1] / total) for beat in voters},
+        )
 
     def _publish(self, space: Space, growth: int) -> None:
         tenants = {b.namespace: b.tenant for b in self._beats if b.namespace and b.tenant}
@@ -433,6 +474,8 @@ class Leader:
         self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._news.remove_old(now_ns)
+        with contextlib.suppress(OSError):
+            self._sights.remove_old(now_ns)
         if removed:
             logger.info("fskv: removed %d parts of writers that are gone", removed)
             self._usage = replace(self._usage, orphans=self._usage.orphans + removed)

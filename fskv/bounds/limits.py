@@ -26,6 +26,8 @@ GUARD_PART = 50  # of a bound: 2 % above it engines pause
 UNSEEN_PART = 100  # of a bound: 1 % is what an engine writes at most that nobody counts
 _LEAST_MARGIN, _MOST_MARGIN = 0.01, 0.10  # of a bound, below it
 _LOW = 0.02  # of a bound, below the high mark
+# Stored in an hour this is much; a hundredth of what is stored is little to be loaded.
+_MUCH_NBYTES, _MUCH_PART, _LEAST_LOADED = 10 << 30, 10, 100
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
 
 
@@ -53,6 +55,20 @@ class Heartbeat:
     written: int = 0  # bytes
     full: int = 0  # how often the disk was full when it stored
     beat: int = 0
+    loaded: int = 0  # bytes
+    used: int = 0  # bytes of the chunks that requests used, on disk or not
+    # The recent hits of its duel, in thousandths (fskv.bounds.admission).
+    first_hits: int = 0
+    second_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes that all engines have stored and loaded in an hour."""
+
+    since_ms: int = 0  # when the hour began, in ms since 1970; 0: it has not
+    stored: int = 0
+    loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,15 @@ class Usage:
     pruned_nbytes: int = 0
     orphans: int = 0
     unremovable: int = 0
+    # Of engines with `admission` "auto": whether they store at first sight, and what both ways hit of late.
+    first_sight: bool = True
+    first_hits: int = 0
+    second_hits: int = 0
+    shares: Mapping[str, int] = field(
+        default_factory=dict
+    )  # heartbeat -> its part of all use, in thousandths
+    hour: Traffic = Traffic()  # the present one
+    last_hour: Traffic = Traffic()
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +116,13 @@ class Usage:
     @property
     def num_files(self) -> int:
         return min(MAX_COUNT, self.others[1] + sum(n for _, n in self.namespaces.values()))
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether much was stored in the last hour and next to nothing of all was loaded."""
+        hour = self.last_hour
+        much = min(_MUCH_NBYTES, (self.max_nbytes or MAX_COUNT) // _MUCH_PART)
+        return hour.stored >= max(1, much) and hour.loaded * _LEAST_LOADED < hour.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +213,17 @@ class RootState:
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
     touch_interval_s: int = MAX_TOUCH_INTERVAL_S
+    first_sight: bool = True
+    share: int = 1000  # of the engine in all use, in thousandths
+    is_unread: bool = False  # what was stored in the last hour is not loaded
+    siblings: int = 0  # other namespaces of the model that engines write to
+
+    @property
+    def room(self) -> int | None:
+        """What this engine's part of the root may hold, in bytes; None: there is no bound."""
+        limits = [limit for kind, (limit, _) in self.bounds.items() if kind != "free"]
+        limits += [self.nbytes + left for kind, (_, left) in self.bounds.items() if kind == "free"]
+        return max(0, min(limits)) * self.share // 1000 if limits else None
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> RootState:
@@ -230,7 +273,17 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
         seen_written=mine.written,
         touch_interval_s=usage.touch_interval_s,
+        first_sight=usage.first_sight,
+        share=usage.shares.get(mine.name, 1000),
+        is_unread=usage.is_unread,
+        siblings=_num_siblings(usage, mine.namespace or ""),
     )
+
+
+def _num_siblings(usage: Usage, namespace: str) -> int:
+    model = namespace.rpartition("@")[0] + "@"
+    others = (name for name in usage.namespaces if name != namespace and name.startswith(model))
+    return sum(usage.namespaces[name][0] > 0 for name in others)
 
 
 def kept_free(keep_free: int | Share, space: Space) -> int:

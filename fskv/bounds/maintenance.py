@@ -26,6 +26,7 @@ from fskv.bounds.leader import Leader, RoomAwaited
 from fskv.bounds.lease import SHARED_DIR, TTL_S, Lease
 from fskv.bounds.limits import Heartbeat, Limits, RootState, Usage, root_state
 from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.sights import SightsLog
 from fskv.index.snapshot import Catalogue
 from fskv.observe.state_log import StateLog, described
 from fskv.root.beneath import make_directory, move_aside
@@ -42,6 +43,7 @@ _ALIVE_S = 5.0
 _NEWS_S = 3.0
 _REMOVED_NBYTES = ENTRY_NBYTES * 2048  # of one message
 _MAX_NEWS_NBYTES = 4 << 20
+_MAX_SIGHTS_NBYTES = 1 << 20
 _AFTER_FAILURE_S = 5.0
 _LATE_S = 300.0  # a million files, cold, on a slow server, take less
 _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
@@ -71,13 +73,15 @@ class Maintainer:
         *,
         dir_mode: int | None = None,
         file_mode: int | None = None,
+        engine: str = "",
         grace_s: float = GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
         """`heartbeat` is the engine's first one; without a namespace that of who only declares limits.
 
         `send` passes a message to the engine; it returns False if the engine does not listen. `is_heard`
-        returns False once the engine is gone. Modes that are not given are those of the root.
+        returns False once the engine is gone. Modes that are not given are those of the root. `engine` is the
+        engine's own name, which outlives this process.
         """
         usual = usual_modes(root)
         self._root = root
@@ -93,6 +97,8 @@ class Maintainer:
         self._files = SharedFiles(self._shared, self._file_mode)
         self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=self._file_mode)
         self._eviction_news = EvictionNews(self._shared, self._file_mode)
+        digest16 = (heartbeat.namespace or "").rpartition("@")[2]
+        self._sights = SightsLog(self._shared, digest16, engine or unique_name(), self._file_mode)
         self._work: asyncio.Task[None] | None = None
         self._leader: Leader | None = None
         self._late_at = 0.0  # when a piece of work is told of that does not end
@@ -108,13 +114,15 @@ class Maintainer:
         self._room_made_at = float("-inf")
         self._awaited = RoomAwaited(root)
         self._news = b""  # entries of removed chunks that were not sent yet
+        self._new_sights = b""  # of the engine, that others were not told of
+        self._others_sights = b""  # that the engine was not told of
         self._failure = ""  # of the last `try_step`
         self.seen: Seen | None = None  # by the last step that got so far
 
     def start(self) -> None:
         """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
-        for path in (self._shared, self._eviction_news.directory):
+        for path in (self._shared, self._eviction_news.directory, self._sights.directory):
             self._make(path)
         with contextlib.suppress(OSError):
             self._eviction_news.skip_old()
@@ -133,9 +141,10 @@ class Maintainer:
                 logger.warning("fskv: %s was no directory, it is now %s", path, aside)
             make_directory(path, self._dir_mode, self._root)
 
-    def hear(self, written: int, full: int) -> None:
-        """Take what the engine said last: bytes on disk, and how often the disk was full, since its start."""
-        self._heartbeat = replace(self._heartbeat, written=written, full=full)
+    def hear(self, *, sights: bytes = b"", **counts: Any) -> None:
+        """Take what the engine said last: counts of its heartbeat, and the names that it saw first."""
+        self._heartbeat = replace(self._heartbeat, **counts)
+        self._new_sights = (self._new_sights + sights)[-_MAX_SIGHTS_NBYTES:]
 
     def step(self) -> float:
         """Do what is due; returns how many seconds to wait for the next step.
@@ -266,6 +275,7 @@ class Maintainer:
             self._files.withdraw(self._heartbeat.name)
         if self._leader is not None:
             self._leader.save_snapshots()
+        self._sights.close()
         self._lease.release()
 
     # --- the engine -------------------------------------------------------------------------
@@ -288,9 +298,15 @@ class Maintainer:
             try:
                 news = self._eviction_news.take_new(namespace.rpartition("@")[2])
                 self._news = (self._news + news)[-_MAX_NEWS_NBYTES:]
+                sights, self._new_sights = self._new_sights, b""
+                if sights:
+                    self._sights.publish(sights)
+                self._others_sights = self._others_sights or self._sights.take_new()
             except OSError as error:
                 self._started = error.errno not in _GONE  # made again by the next step
                 self._complain(error)
+        if self._others_sights and self._send({"at": now, "sights": self._others_sights}):
+            self._others_sights = b""
         while self._news and self._send({"at": now, "removed": self._news[:_REMOVED_NBYTES]}):
             self._news = self._news[_REMOVED_NBYTES:]
         state = root_state(usage, space, self._heartbeat, holder=self._lease.held)
@@ -317,7 +333,7 @@ class Maintainer:
                 return self._files.usage()
         if self._leader is None:
             self._leader = Leader(
-                *(self._root, self._files, self._eviction_news),
+                *(self._root, self._files, self._eviction_news, self._sights),
                 *(self._lease, self._file_mode, self._grace_s),
             )
         usage = self._leader.look(beats, space)

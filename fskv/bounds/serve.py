@@ -152,6 +152,7 @@ def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
         outbox.is_heard,
         dir_mode=options["dir_mode"],
         file_mode=options["file_mode"],
+        engine=options["engine"],
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from fskv.bounds.limits import Heartbeat, Limits, Usage, is_namespace
+from fskv.bounds.limits import Heartbeat, Limits, Traffic, Usage, is_namespace
 from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
@@ -35,6 +35,7 @@ _MAX_NBYTES = 8 << 20  # of all heartbeats together
 _MAX_LOOK_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _JUNK_S = 86_400.0
+_COUNTS = ("written", "full", "beat", "loaded", "used", "first_hits", "second_hits")
 
 
 def file_of(name: str) -> str:
@@ -214,6 +215,12 @@ def _number(value: Any) -> int:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"neither true nor false: {str(value)[:80]}")
+    return value
+
+
 def _bound(value: Any) -> int | None:
     return None if value is None else _number(value)
 
@@ -253,13 +260,20 @@ def _heartbeat(tree: dict[str, Any], name: str) -> Heartbeat:
             _numbers(limits["tenants"]),
             _bound(limits["unused_s"]),
         ),
-        **{field: _number(tree[field]) for field in ("written", "full", "beat")},
+        **{field: _number(tree[field]) for field in _COUNTS},
     )
 
 
 def _usage(tree: dict[str, Any]) -> Usage:
     numbers = ("sequence", "growth", "kept_free", "at_ms")
-    totals = ("pruned_files", "pruned_nbytes", "orphans", "unremovable")
+    totals = (
+        "pruned_files",
+        "pruned_nbytes",
+        "orphans",
+        "unremovable",
+        "first_hits",
+        "second_hits",
+    )
     nbytes, files = tree["others"]
     return Usage(
         namespaces={str(k): (_number(n), _number(f)) for k, (n, f) in tree["namespaces"].items()},
@@ -270,5 +284,9 @@ def _usage(tree: dict[str, Any]) -> Usage:
         max_nbytes=_bound(tree["max_nbytes"]),
         tenant_limits=_numbers(tree["tenant_limits"]),
         touch_interval_s=min(_number(tree["touch_interval_s"]), MAX_TOUCH_INTERVAL_S),
+        first_sight=_flag(tree["first_sight"]),
+        shares={name: min(1000, share) for name, share in _numbers(tree["shares"]).items()},
+        hour=Traffic(**_numbers(tree["hour"])),
+        last_hour=Traffic(**_numbers(tree["last_hour"])),
         **{name: _number(tree[name]) for name in (*numbers, *totals)},
     )

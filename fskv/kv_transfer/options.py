@@ -81,4 +81,9 @@ def tier_config(options: Mapping[str, Any]) -> StoreConfig:
             f"option 'load_budget': found {config.load_budget!r}, expected \"off\": vLLM does not tell a "
             "tier what a recompute takes (FskvConnector takes others)"
         )
-    return config
+    if config.admission == "reused":
+        raise ConfigError(
+            'option \'admission\': found "reused", expected "all" or nothing: vLLM\'s CPU tier says what a '
+            "tier stores"
+        )
+    return replace(config, admission="all")

@@ -99,6 +99,31 @@ STORES_SKIPPED = Metric(
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
+ADMITTED = Metric(
+    "fskv_admitted_chunks", "counter", "chunks", "New chunks that were worth a write (`admission`)."
+)
+NOT_ADMITTED = Metric(
+    "fskv_not_admitted_chunks",
+    "counter",
+    "chunks",
+    "New chunks that were not stored because they were seen for the first time (`admission`).",
+)
+NOT_ADMITTED_BYTES = Metric(
+    "fskv_not_admitted_bytes", "counter", "bytes", "Bytes of these, which were not written."
+)
+STORES_AT_FIRST_SIGHT = Metric(
+    "fskv_stores_at_first_sight",
+    "gauge",
+    "0 or 1",
+    "1 while chunks are stored at first sight, 0 while at the second (`admission`).",
+)
+WRITTEN_UNREAD = Metric(
+    "fskv_written_unread",
+    "gauge",
+    "0 or 1",
+    "1 while of what was stored in the last hour less than 1 % was loaded by any engine that"
+    " reports to this root.",
+)
 # What requests asked for, and what hits brought.
 REQUESTS = Metric(
     "fskv_requests",
@@ -304,7 +329,10 @@ MAINTENANCE_RESTARTS = Metric(
 )
 
 # What the scheduler counts, what deciding between load and recompute does, and what the workers do.
-SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
+SCHEDULER_COUNTERS = (
+    *(LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS),
+    *(ADMITTED, NOT_ADMITTED, NOT_ADMITTED_BYTES),
+)
 BUDGET_COUNTERS = (
     *(REQUESTS, LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS, DECLINED_TOKENS, CUT_LOADS),
 )
@@ -325,6 +353,11 @@ ALL_METRICS = (
     STORED_BYTES,
     STORE_SECONDS,
     STORES_SKIPPED,
+    ADMITTED,
+    NOT_ADMITTED,
+    NOT_ADMITTED_BYTES,
+    STORES_AT_FIRST_SIGHT,
+    WRITTEN_UNREAD,
     REQUESTS,
     PENDING_LOADS,
     LOADED_REQUESTS,

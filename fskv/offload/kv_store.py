@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # An engine says these by its identity, or does them itself, unless its adapter takes them.
 _NOT_OURS = (
     *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_fixed"),
+    "admission",
     "trust",
 )
 

@@ -10,11 +10,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fskv.bounds.admission import Admission, name_of
 from fskv.bounds.client import Capacity
-from fskv.bounds.limits import Limits
+from fskv.bounds.limits import Limits, RootState
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
 from fskv.index.presence import Findings, Key, PresenceIndex, RankFiles, probe_chunks
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_STORING = 65536
 _SMALL_STEPS = 4  # a bound of less is told of at the start
+_ENOUGH_STORES = 256  # to know what the chunks that end at one token take together
 _ASSUMED_TOKENS_PER_S = 20_000.0  # of a prefill that nobody has measured: little is waited for
 
 # A load that ends like this leaves no file to load, or one that nobody will read again.
@@ -69,17 +72,26 @@ class Lookup:
         config: StoreConfig,
         *,
         events: ChunkEvents | None = None,
+        admission: Admission | None = None,
         recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`recompute_s` estimates what computing so many chunks takes: a slow mount is waited for that long.
 
-        `clock` is what the answers of the presence index age by. Both in seconds.
+        `clock` is what the answers of the presence index age by. Both in seconds. `admission` decides about
+        stores that have a viewer; without it all are stored.
         """
         self._config = config
         self._events = events
+        self.admission = admission or Admission("all")
+        self._state: RootState | None = None  # by which the admission goes
+        self._num_asked = self._num_found = 0  # lookups, since the start
+        self._num_loaded = self._num_failed_loads = 0  # of news
+        self._log = StateLog(root=config.root, of="scheduler")
+        self._begun: Counter[int] = Counter()  # stores, by group index
+        self._begun_nbytes = 0
         self.counters = Counters(*metrics.SCHEDULER_COUNTERS)
-        self.breaker = Breaker(log=StateLog(root=config.root, of="scheduler"))
+        self.breaker = Breaker(log=self._log)
         self.presence = PresenceIndex(
             self._probe,
             lookup_timeout_s=config.lookup_timeout_s,
@@ -168,23 +180,33 @@ class Lookup:
         """
         if self.stopped or not self._files:
             return Presence.MISS, Status.SKIPPED
-        return self.presence.lookup(chunk)
+        found = self.presence.lookup(chunk)
+        self._num_asked += 1
+        self._num_found += found[0] is Presence.HIT
+        return found
 
-    def begin_store(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
-        """Return those of the chunks that are to be stored now; each must come back in the movers' news."""
+    def begin_store(
+        self, chunks: Iterable[ChunkId], viewer: Hashable | None = None
+    ) -> list[ChunkId]:
+        """Return those of the chunks that are to be stored now; each must come back in the movers' news.
+
+        `viewer` is the request that has computed them, and whose chunks must be worth a write. None: all are.
+        """
         if self.stopped or not self._files or not self._config.store:
             return []
         chunks = list(chunks)
         if self.breaker.open:
             self.counters.add(metrics.STORES_SKIPPED, len(chunks), Status.BREAKER.value)
             return []
-        return [chunk for chunk in chunks if self._take_for_store(chunk)]
+        return [chunk for chunk in chunks if self._take_for_store(chunk, viewer)]
 
     def end_step(self) -> None:
         """Send what was asked for to the disk, and take the news of the maintenance process."""
         self.presence.flush()
-        if self.capacity is not None and (removed := self.capacity.poll()):
-            self.on_removed(removed)
+        if self.capacity is not None:
+            if removed := self.capacity.poll():
+                self.on_removed(removed)
+            self._follow(self.capacity)
         # Not before there are so many: a store that waits behind a slow disk may still be written, and its
         # bytes must not be given to another one meanwhile.
         if len(self._storing) > _MAX_STORING:
@@ -194,12 +216,63 @@ class Lookup:
         if len(self._stored_by) > _MAX_STORING:  # parts of movers whose peers failed
             self._stored_by.clear()
 
-    def _take_for_store(self, chunk: ChunkId) -> bool:
+    def _follow(self, capacity: Capacity) -> None:
+        """Have the admission go by the root's state, and tell others what was used and seen."""
+        admission = self.admission
+        used = admission.num_used * self._nbytes_together()
+        for sights in capacity.report_use(used, admission.hits, admission.take_new):
+            admission.hear(sights)
+        if capacity.state is not self._state:
+            was_unread = self.unread
+            self._state = state = capacity.state
+            if (unread := self.unread) and not was_unread:
+                self._log.say("written_unread", logging.WARNING, reason=unread)
+            admission.first_sight = state.first_sight
+            room = state.room
+            admission.resize(None if room is None else room // max(1, self._nbytes_together()))
+
+    @property
+    def unread(self) -> str:
+        """Why what engines stored in the last hour is not loaded, in words; "": it is, or it was little."""
+        state = self._state
+        if state is None or not state.is_unread:
+            return ""
+        if not self._num_asked:
+            why = "this engine never asks for chunks (a kv_producer, or its engine's own cache has all)"
+        elif self._num_failed_loads > self._num_loaded:
+            why = "loads fail or are given up: see load_failures"
+        elif self._num_found > self._num_asked // 100:
+            why = "chunks are found, and other engines do not load them"
+        elif self.admission.num_seen_again > self.admission.num_used // 10:
+            why = "prompts come back after their chunks were pruned: more room would hold them"
+        elif state.siblings:
+            why = (
+                f"{state.siblings} other namespaces of this model have chunks: `fskv diff` says why engines "
+                "do not share"
+            )
+        else:
+            why = "prompts part at their first chunk: a date, an id or a salt at the beginning?"
+        return f"much was stored in the last hour, and less than 1 % was loaded: {why}"
+
+    def _nbytes_together(self) -> int:
+        """Return what the chunks that end at one token take on disk; windows and states have fewer."""
+        if (most := max(self._begun.values(), default=0)) >= _ENOUGH_STORES:
+            return self._begun_nbytes // most
+        return sum(sum(each.file_nbytes.values()) for each in self._files)
+
+    def _take_for_store(self, chunk: ChunkId, viewer: Hashable | None) -> bool:
         now = time.monotonic()
         if self.presence.known_present(chunk) or self._is_storing(chunk, now):
             return False
         self._end_store(chunk)  # one whose outcome never came
-        if self.capacity is not None and not self.capacity.take(self._nbytes(chunk)):
+        nbytes = self._nbytes(chunk)
+        if viewer is not None:
+            admitted = self.admission.admits(name_of(chunk.key_hash), viewer)
+            self.counters.add(metrics.ADMITTED if admitted else metrics.NOT_ADMITTED)
+            if not admitted:
+                self.counters.add(metrics.NOT_ADMITTED_BYTES, nbytes)
+                return False
+        if self.capacity is not None and not self.capacity.take(nbytes):
             reason = "no_space" if self.capacity.paused else "capacity"
             self.counters.add(metrics.STORES_SKIPPED, 1, reason)
             self._refused = (self._refused[0] if self._refused else now, now)
@@ -209,6 +282,8 @@ class Lookup:
         until = now + 2 * self._config.deadline.max_s
         self._storing[chunk] = _Store(until, self.presence.num_removals)
         self._last_store_at = now
+        self._begun[chunk.group_idx] += 1
+        self._begun_nbytes += nbytes
         return True
 
     def is_storing(self, chunk: ChunkId) -> bool:
@@ -248,8 +323,11 @@ class Lookup:
         """Take what a mover has told, or several."""
         if self.capacity is not None:
             self.capacity.settle(0, news.written_nbytes)
+            self.capacity.loaded(news.loaded_nbytes)
             if news.no_space:
                 self.capacity.no_space()
+        self._num_loaded += bool(news.loaded_nbytes)
+        self._num_failed_loads += bool(news.failed_loads)
         for chunk, movers in news.stored.items():
             self._on_stored(chunk, movers)
         for chunk in news.not_stored:

@@ -69,6 +69,7 @@ class News:
     not_stored: set[ChunkId] = field(default_factory=set)
     failed_loads: dict[ChunkId, Status] = field(default_factory=dict)
     written_nbytes: int = 0
+    loaded_nbytes: int = 0
     no_space: bool = False  # a store found the disk full
     # Unhealthy conditions of movers, told when they change: number -> condition -> words.
     unhealthy: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class News:
             or self.not_stored
             or self.failed_loads
             or self.written_nbytes
+            or self.loaded_nbytes
             or self.no_space
             or self.unhealthy
         )
@@ -93,6 +95,7 @@ class News:
             self.not_stored | other.not_stored,
             self.failed_loads | other.failed_loads,
             self.written_nbytes + other.written_nbytes,
+            self.loaded_nbytes + other.loaded_nbytes,
             self.no_space or other.no_space,
             self.unhealthy | other.unhealthy,
         )
@@ -371,8 +374,10 @@ class Mover:
         for outcome in outcomes:
             status = outcome.status
             if outcome.is_load:
+                if status is Status.OK:
+                    self._news.loaded_nbytes += outcome.nbytes
                 # It only fell with its request.
-                if not status.good and status is not Status.SKIPPED:
+                elif status is not Status.SKIPPED:
                     self._news.failed_loads[outcome.file.chunk] = status
                 continue
             chunk = outcome.file.chunk

@@ -93,6 +93,8 @@ class Watch:
             shown |= root_gauges(self._lookup.capacity.state)
             shown[metrics.STORES_PAUSED] = float(self._lookup.capacity.paused)
             shown[metrics.MAINTENANCE_UP] = float(self._lookup.capacity.up)
+            shown[metrics.STORES_AT_FIRST_SIGHT] = float(self._lookup.admission.stores_all)
+            shown[metrics.WRITTEN_UNREAD] = float(bool(self._lookup.unread))
         for gauge in self._shown.keys() - shown.keys():
             # Whoever declared it is gone, and a gauge keeps its last value.
             if isinstance(gauge, tuple) and gauge[0] in _BOUNDS:
@@ -129,6 +131,8 @@ class Watch:
                 f"no room for {self._lookup.refused_s:.0f} s: nothing is stored; a bound or keep_free is "
                 "reached and pruning does not help"
             )
+        if unread := self._lookup.unread:
+            unhealthy["written_unread"] = unread
         if self._lookup.capacity is not None:
             if self._lookup.capacity.paused:
                 unhealthy["stores_paused"] = "stores paused: the disk is full"

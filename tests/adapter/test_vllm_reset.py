@@ -51,6 +51,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.outputs import KVConnectorOutput
 
+    from fskv.bounds.limits import RootState
     from fskv.config import StoreConfig
     from fskv.engines.vllm.admission import Admission
     from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
@@ -116,6 +117,7 @@ class Grants:
     """Stands for Capacity: what is taken and not given back."""
 
     paused = False
+    state = RootState()
 
     def __init__(self):
         self.taken = 0
@@ -129,6 +131,12 @@ class Grants:
 
     def poll(self):
         return ()
+
+    def loaded(self, nbytes):
+        pass
+
+    def report_use(self, used, hits, take_sights):
+        return []
 
     def close(self):
         pass

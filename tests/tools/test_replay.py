@@ -102,7 +102,7 @@ def brute_force(requests, size, rank=lambda number, depth: (number, -depth)):
         if size is not None and 100 * len(uses) > int(0.99 * 100 * size):
             while uses and 100 * len(uses) > int(int(0.99 * 100 * size) - 0.02 * 100 * size):
                 del uses[min(uses, key=uses.get)]
-    return curve.Point(None if size is None else 100 * size, hits, written)
+    return curve.Point(None if size is None else 100 * size, "all", hits, written)
 
 
 @given(prompts, st.one_of(st.none(), st.integers(1, 15)))
@@ -138,7 +138,10 @@ def test_the_curve_is_a_line_for_each_size_and_one_without_a_bound(path):
     requests = conversations()
     num_blocks = sum(len(one.hash_ids) for one in requests)
     best = curve.simulate(requests, 1024)
-    small, large, unbounded = done.lines[:-1]
+    *lines, unbounded = done.lines[:-1]
+    assert [line["admission"] for line in lines] == 2 * ["all", "reused", "auto"]
+    small, reused, large = lines[0], lines[1], lines[3]
+    assert reused["written_nbytes"] < small["written_nbytes"]
     assert (small["nbytes"], large["nbytes"], unbounded["nbytes"]) == (1 << 14, 1 << 40, None)
     assert small["hit_blocks"] == curve.simulate(requests, 1024, 1 << 14).hits
     assert large["hit_ratio"] == unbounded["hit_ratio"] == best.hits / num_blocks
@@ -150,11 +153,12 @@ def test_the_curve_is_a_line_for_each_size_and_one_without_a_bound(path):
 
 def test_a_size_that_changes_nothing_is_no_row(path):
     shown = run("replay", path, "--json").lines[:-2]
-    hits = [line["hit_blocks"] for line in shown]
-    assert hits == sorted(set(hits)) != []
-    assert 0 not in hits
+    hits = [line["hit_blocks"] for line in shown if line["admission"] == "all"]
+    assert hits == sorted(hits) != []
+    rows = [[line["hit_blocks"] for line in shown[at : at + 3]] for at in range(0, len(shown), 3)]
+    assert all(before != now for before, now in zip([[0, 0, 0], *rows], rows, strict=False))
     same = ("--sizes", "1TiB,2TiB,1KiB")  # the control: what was asked for is shown
-    assert len(run("replay", path, "--json", *same).lines) == 3 + 2
+    assert len(run("replay", path, "--json", *same).lines) == 3 * 3 + 2
 
 
 def test_a_gzipped_trace_is_read_and_a_damaged_one_is_one_sentence(path, tmp_path):

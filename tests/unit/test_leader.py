@@ -30,6 +30,7 @@ from fskv.bounds.lease import SHARED_DIR, Lease
 from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.shared_files import SharedFiles, file_of
+from fskv.bounds.sights import SightsLog
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
 from fskv.root import root as root_module
@@ -270,7 +271,8 @@ def leads(root):
     files, lease = book(root), Lease(f"{root}/{SHARED_DIR}")
     assert lease.renew()
     news = EvictionNews(f"{root}/{SHARED_DIR}")
-    return leader.Leader(root, files, news, lease, 0o600, 3600.0), files, lease
+    sights = SightsLog(f"{root}/{SHARED_DIR}", "0" * 16, "")
+    return leader.Leader(root, files, news, sights, lease, 0o600, 3600.0), files, lease
 
 
 def look(one, files):
@@ -329,7 +331,7 @@ def test_what_an_engine_writes_last_is_in_the_sums_after_its_end(root, leads):
             for maintainer in (one, other):
                 await maintainer.try_step()
                 await asyncio.sleep(0.005)
-        one.hear(8192, 0)
+        one.hear(written=8192, full=0)
         one.close()
         if leads:
             assert usage_of(root).nbytes == 8192

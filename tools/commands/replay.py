@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,13 +11,14 @@ import typer
 from ..exits import UsageError
 from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
 from ..replay import curve
-from ..replay.curve import Point
+from ..replay.curve import MODES, Point
 from ..replay.trace import TOKENS_PER_BLOCK, TraceError, read_trace
 from ..terminal import emit, iec, many, new_table, print_table, progress, size_option
 
 LINES = {
     "size": {
         "nbytes": "size of the root, its `max_bytes`; null: no bound",
+        "admission": "the option of the engine",
         "hit_blocks": "that would hit",
         "hit_ratio": "of all blocks of the trace",
         "of_best": "of what would hit without a bound",
@@ -31,7 +33,7 @@ LINES = {
     },
 }
 
-_BAR_CELLS = 30
+_BAR_CELLS = 12
 
 
 def command(
@@ -58,8 +60,8 @@ def command(
 ) -> None:
     """Say how much of a request trace would hit at which size of the root.
 
-    It simulates a root for each size, with fskv's rules of pruning. The root starts empty, and requests come
-    one after the other.
+    It simulates a root for each size and each `admission`, with fskv's rules of pruning. The root starts
+    empty, and requests come one after the other.
 
     A trace has a JSON object on each line: `timestamp` in ms, and `hash_ids` with a chained hash for each
     block of 512 tokens of the prompt.
@@ -82,19 +84,23 @@ def command(
     tried = named or curve.usual_sizes(distinct_nbytes)
     with progress() as drawn:
         tracked = drawn.track(tried, description="sizes")
-        points = [curve.simulate(requests, block_nbytes, nbytes) for nbytes in tracked]
-    points = points if named else curve.telling(points)
+        rows = [
+            [curve.simulate(requests, block_nbytes, nbytes, mode) for mode in MODES]
+            for nbytes in tracked
+        ]
+    rows = rows if named else curve.telling(rows)
     if not as_json:
-        _print(points, best, num_blocks, block_nbytes)
+        _print(rows, best, num_blocks, block_nbytes)
         print(
             f"\n{many(len(requests), 'request')} with {many(num_blocks, 'block')}, of which "
             f"{best.written:,} differ: {iec(distinct_nbytes)} at {bytes_per_token} bytes a token"
         )
         return
-    for point in [*points, best]:
+    for point in [*itertools.chain(*rows), best]:
         emit(
             "size",
             nbytes=point.nbytes,
+            admission=point.mode,
             hit_blocks=point.hits,
             hit_ratio=point.hits / num_blocks,
             of_best=point.hits / best.hits if best.hits else None,
@@ -110,18 +116,19 @@ def command(
     )
 
 
-def _print(points: Sequence[Point], best: Point, num_blocks: int, block_nbytes: int) -> None:
+def _print(
+    rows: Sequence[Sequence[Point]], best: Point, num_blocks: int, block_nbytes: int
+) -> None:
     from rich.bar import Bar
 
-    table = new_table(
-        "SIZE", "HIT", "OF BEST", "WRITTEN", "", right=("SIZE", "HIT", "OF BEST", "WRITTEN")
-    )
-    for point in [*points, best]:
+    numbers = [f"{what} {mode}" for what in ("HIT", "WRITTEN") for mode in MODES]
+    table = new_table("SIZE", *numbers, "", right=("SIZE", *numbers))
+    for points in [*rows, [best] * len(MODES)]:
+        nbytes, most = points[0].nbytes, max(point.hits for point in points)
         table.add_row(
-            "no bound" if point.nbytes is None else iec(point.nbytes),
-            f"{point.hits / num_blocks:.1%}",
-            f"{point.hits / best.hits:.0%}" if best.hits else "-",
-            iec(point.written * block_nbytes),
-            Bar(best.hits or 1, 0, point.hits, width=_BAR_CELLS),
+            "no bound" if nbytes is None else iec(nbytes),
+            *[f"{point.hits / num_blocks:.1%}" for point in points],
+            *[iec(point.written * block_nbytes) for point in points],
+            Bar(best.hits or 1, 0, most, width=_BAR_CELLS),
         )
     print_table(table)

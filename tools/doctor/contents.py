@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.observe.health_file import check_directory
 from fskv.root.root import Root
 
 from ..exits import UNSEEN
-from ..neighbours import living_heartbeats, wall_clock_ns
+from ..neighbours import living_heartbeats, unread_words, wall_clock_ns
 from ..root_view import Namespace, RootView
 from ..terminal import many, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
@@ -101,6 +102,10 @@ def engines(subject: Subject) -> Iterator[Finding]:
     if any(beat.full for beat in alive):
         advice = "make room, or give engines a max_bytes below it"
         yield warning("engines", "engines have met a full disk", advice)
+    usage = SharedFiles(f"{subject.path}/{SHARED_DIR}").usage()
+    if alive and usage is not None and usage.is_unread:
+        advice = 'stop the store, or make prompts begin alike; engines with "store": false report no loads'
+        yield warning("engines", unread_words(usage), advice)
 
 
 def namespaces(subject: Subject) -> Iterator[Finding]:

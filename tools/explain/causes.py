@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fskv import namespace
+from fskv.bounds.lease import SHARED_DIR
+from fskv.bounds.shared_files import SharedFiles
 from fskv.hybrid_planner import GroupKind
 
 from .. import room
@@ -41,6 +43,10 @@ _ENDED = (
     "offload_prompt_only is false"
 )
 _RECENT = "or it was sent seconds ago: an engine's last stores are handed over in its next step"
+_NOT_ADMITTED = (
+    "engines with admission auto store a chunk here when they see it twice, which hits more in this room: a "
+    "prompt that was sent once left none"
+)
 _FIRST = (
     "often it is a date or an id in the system prompt, a cache_salt or an adapter; or no prompt was stored, "
     "or all of it was removed"
@@ -108,6 +114,9 @@ def find(view: RootView, report: Report, asked: Asked) -> Iterator[Cause]:
         yield from _neighbours(view, report, asked)
     if seen or guessed:
         yield from map(Cause, _room(view, report))
+    usage = SharedFiles(f"{view.path}/{SHARED_DIR}").usage()
+    if guessed and usage is not None and not usage.first_sight:
+        yield Cause(_NOT_ADMITTED)
     yield from seen[:_MAX_SEEN]
     yield from guessed
 

@@ -4,6 +4,7 @@ The rules are those of fskv's engines and of the leader that prunes for them:
 
 - A hit is a *prefix* hit: a request hits its blocks from the first on, up to the first that is missing.
 - A request uses all its blocks at one time, and the deepest one counts as its oldest (fskv.offload.uses).
+- The option `admission` says which blocks are written (fskv.bounds.admission).
 - Above the high mark the least recently used blocks go, down to the low mark (fskv.bounds.limits).
 
 A slow writer is assumed: the marks are 1 % and 3 % below the size. An engine that writes much of its root in
@@ -16,10 +17,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
+from fskv.bounds.admission import Admission, Mode, at_first_sight, name_of
 from fskv.bounds.limits import Scope, Usage
 
 from .trace import Request
 
+MODES: tuple[Mode, ...] = ("all", "reused", "auto")
 _STEPS = 10  # sizes that are tried where nobody names any
 
 
@@ -28,21 +33,34 @@ class Point:
     """The outcome at one size of the root; None: there is no bound."""
 
     nbytes: int | None
+    mode: Mode
     hits: int  # blocks
     written: int  # blocks
 
 
-def simulate(requests: Sequence[Request], block_nbytes: int, nbytes: int | None = None) -> Point:
-    """Replay a trace on a root that starts empty and may hold `nbytes`, in blocks of `block_nbytes`."""
+def simulate(
+    requests: Sequence[Request], block_nbytes: int, nbytes: int | None = None, mode: Mode = "all"
+) -> Point:
+    """Replay a trace on a root that starts empty and may hold `nbytes`, in blocks of `block_nbytes`.
+
+    `mode` is the engine's `admission`.
+    """
     there: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    admission = Admission(mode)
+    admission.resize(None if nbytes is None else nbytes // block_nbytes)
     hits = written = 0
-    for request in requests:
+    for number, request in enumerate(requests):
         ids = request.hash_ids
+        names = [_scattered(block) for block in ids]
+        admission.use(names, number)
+        admission.first_sight = at_first_sight(admission.first_sight, [admission.hits])
+        new = [name for block, name in zip(ids, names, strict=True) if block not in there]
+        admitted = {name for name in new if admission.admits(name, number)}
         hits += next((at for at, block in enumerate(ids) if block not in there), len(ids))
-        for block in reversed(ids):
+        for block, name in zip(reversed(ids), reversed(names), strict=True):
             if block in there:
                 there.move_to_end(block)
-            else:
+            elif name in admitted:
                 there[block] = None
                 written += 1
         if nbytes is not None:
@@ -50,7 +68,12 @@ def simulate(requests: Sequence[Request], block_nbytes: int, nbytes: int | None 
             excess = Scope("root", None, nbytes, used).excess(Usage())
             for _ in range(-(-excess // block_nbytes)):
                 there.popitem(last=False)
-    return Point(nbytes, hits, written)
+    return Point(nbytes, mode, hits, written)
+
+
+def _scattered(block: int) -> int:
+    """Return a name for a block: traces number them, and engines have hashes."""
+    return name_of(xxhash.xxh3_64_digest(block.to_bytes(8, "little")))
 
 
 def usual_sizes(nbytes: int) -> list[int]:
@@ -59,7 +82,7 @@ def usual_sizes(nbytes: int) -> list[int]:
     return [1 << power for power in range(max(0, top - _STEPS), top)]
 
 
-def telling(points: Sequence[Point]) -> list[Point]:
-    """Return those of ascending sizes that hit more than the one before."""
-    hits = [0, *(point.hits for point in points)]
-    return [point for before, point in zip(hits, points, strict=False) if point.hits != before]
+def telling(rows: Sequence[list[Point]]) -> list[list[Point]]:
+    """Return the rows of ascending sizes in which more hits than in the one before, in any mode."""
+    hits = [[0] * len(MODES), *([point.hits for point in row] for row in rows)]
+    return [row for before, now, row in zip(hits, hits[1:], rows, strict=False) if now != before]

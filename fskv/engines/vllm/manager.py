@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from fskv.bounds.admission import Admission, name_of
 from fskv.config import StoreConfig
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.metrics import to_stats
@@ -50,6 +51,9 @@ from fskv.root.root import NamespaceDir, read_manifest
 from fskv.types import ChunkId, Presence, Status
 
 logger = logging.getLogger(__name__)
+
+# In a request's `kv_transfer_params`, with true: its chunks are stored without a question.
+STORE_ALL = "fskv_store_all"
 
 PREFIX_CACHING_OFF = (
     "prefix caching is off in this engine, where vLLM does so because KV must not be used again, or by "
@@ -89,6 +93,7 @@ class _Prefix:
 
     groups: Sequence[tuple[int, Sequence[OffloadKey]]]
     use: Begun | None = None
+    num_used: int = 0  # chunks of the group with the smallest ones, that the admission was told of
 
     def depth(self, end: int) -> int:
         """Return how deep a chunk is whose last token is the `end`-th."""
@@ -167,7 +172,7 @@ class FskvManager(OffloadingManager):
         self.workers: list[FskvHandshake] = []
         # By request, how long its load may take: the connector's LoadBudget says so.
         self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
-        self.chunks = Lookup(config, events=events)
+        self.chunks = Lookup(config, events=events, admission=Admission(config.admission))
         self._uses = Uses[OffloadKey](
             lambda: self.chunks.touch_interval_s, lambda key: self.chunks.is_storing(to_chunk(key))
         )
@@ -336,7 +341,8 @@ class FskvManager(OffloadingManager):
         to_store: dict[OffloadKey, ChunkId] = {}
         if chunks := {to_chunk(key): key for key in keys if self._serves(key, req_context)}:
             self._begin_due_use(chunks.values(), req_context)  # before anything of it is on its way
-            to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks)}
+            viewer = None if self._stores_all_of(req_context) else req_context.req_id
+            to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks, viewer)}
         return PrepareStoreOutput(
             keys_to_store=list(to_store),
             store_spec=self._used(list(to_store.values()), to_store, req_context),
@@ -354,6 +360,22 @@ class FskvManager(OffloadingManager):
         if self._is_on and most and req_id not in self._prefixes:
             prefix = self._prefixes[req_id] = _Prefix(groups)
             self._begin_use(prefix, int(min(num_tokens, most)))
+            self._note_use(req_id, prefix, most)
+
+    def _stores_all_of(self, req_context: ReqContext) -> bool:
+        """Whether chunks of a request are stored without a question: others wait for them."""
+        asked = (req_context.kv_transfer_params or {}).get(STORE_ALL)
+        return not self._loads or asked is True
+
+    def _note_use(self, req_id: str, prefix: _Prefix, num_tokens: float) -> None:
+        """Tell the admission which chunks a request uses: all of its prompt's, and then each new one."""
+        size, keys = min(prefix.groups, key=lambda group: group[0])
+        end = int(min(len(keys), num_tokens // size))
+        if end > prefix.num_used:
+            new = keys[prefix.num_used : end]
+            prefix.num_used = end
+            names = [name_of(get_offload_block_hash(key)) for key in new]
+            self.chunks.admission.use(names, req_id)
 
     def _begin_use(self, prefix: _Prefix, num_tokens: int) -> None:
         size, keys = prefix.groups[0]
@@ -375,9 +397,13 @@ class FskvManager(OffloadingManager):
     def _begin_due_use(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Begin a use of a request's prefix where it has none, or one that is old."""
         prefix = self._prefixes.get(req_context.req_id)
-        if prefix is not None and keys and (prefix.use is None or self._uses.is_old(prefix.use)):
+        if prefix is None or not keys:
+            return
+        if prefix.use is None or self._uses.is_old(prefix.use):
             first = min(req_context.get_offload_key_position(key) or 1 for key in keys)
             self._begin_use(prefix, first - 1)
+        last = max(req_context.get_offload_key_position(key) or 0 for key in keys)
+        self._note_use(req_context.req_id, prefix, last)
 
     def begin_use(self, keys: Sequence[OffloadKey], *, there: bool) -> int:
         """Return the number of a use of these, which are moved together, and `there` where they are loaded.

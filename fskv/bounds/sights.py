@@ -1,0 +1,117 @@
+"""Sights of chunks that engines tell each other: the names of those that an engine has computed once.
+
+Each engine's maintenance process appends names to a file of its own, and reads what is new in the others'.
+The files outlive their engines for a day, so a restart forgets no sight (fskv.bounds.admission).
+
+Every user of the root can write to the directory, and a false name costs a write at most. A symbolic link in
+its place is refused, only files with names of this module are read or removed, and a read is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+
+from fskv.root.beneath import opened
+from fskv.root.files import create_file, regular_file
+from fskv.root.process_id import is_our_name
+from fskv.root.remove import Fate, sweep
+
+_NAME_NBYTES = 8
+_MAX_NBYTES = 1 << 20  # of a file: then another one begins
+_NUM_FILES = 2  # of an engine
+_MAX_TAKEN_NBYTES = 32 << 10  # by one call
+_KEPT_NS = 86_400 * 1_000_000_000
+_NAME = re.compile(r"[0-9a-f]{16}-(.+)\.[0-9]{1,9}", re.DOTALL)
+
+
+class SightsLog:
+    """One process's view of the sights of its namespace; `directory` exists. Every call may hang; OSError."""
+
+    def __init__(self, shared: str, digest16: str, engine: str, file_mode: int = 0o600) -> None:
+        """`engine` is its unique name, which stays when its maintenance process is started again."""
+        self.directory = f"{shared}/sights"
+        self._root = os.path.dirname(shared)
+        self._digest16 = digest16
+        self._own = f"{digest16}-{engine}."
+        self._file_mode = file_mode
+        self._file: int | None = None  # made by us, whatever has its name meanwhile
+        self._number = 0
+        self._read: dict[int, int] = {}  # inode -> how many bytes of it were read
+
+    def publish(self, packed: bytes) -> None:
+        """Tell names, of 8 bytes each."""
+        if self._file is None:
+            self._file = self._create()
+        try:
+            os.write(self._file, packed)
+            os.fdatasync(self._file)  # or other nodes would not see it before it is closed
+            info = os.fstat(self._file)
+        except OSError:
+            self.close()
+            raise
+        if info.st_size >= _MAX_NBYTES or not info.st_nlink:
+            self.close()
+
+    def _create(self) -> int:
+        with self._opened() as directory:
+            while True:
+                self._number += 1
+                with contextlib.suppress(FileExistsError):
+                    name = f"{self._own}{self._number}"
+                    file = create_file(name, self._file_mode, os.O_APPEND, dir_fd=directory)
+                    break
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._own}{self._number - _NUM_FILES}", dir_fd=directory)
+        return file
+
+    def take_new(self) -> bytes:
+        """Return names that others have told and no call has returned before; not all at once."""
+        found, seen = b"", {}
+        with self._opened() as directory:
+            for name in sorted(os.listdir(directory)):
+                of_ours = name.startswith(self._own)
+                if of_ours or not name.startswith(self._digest16) or not is_sights(name):
+                    continue
+                with contextlib.suppress(OSError), regular_file(name, dir_fd=directory) as file:
+                    begin = self._read.get(file.info.st_ino, 0)
+                    os.lseek(file.fd, begin, os.SEEK_SET)
+                    room = min(_MAX_TAKEN_NBYTES - len(found), 2 * _MAX_NBYTES - begin)
+                    content = file.read(max(0, room))
+                    content = content[: len(content) // _NAME_NBYTES * _NAME_NBYTES]
+                    found += content
+                    seen[file.info.st_ino] = begin + len(content)
+        self._read = seen
+        return found
+
+    def remove_old(self, now_ns: int) -> None:
+        """Remove the files, of all namespaces, that nobody has written to for a day.
+
+        `now_ns`: the file system's own clock.
+        """
+
+        def judge(name: str, info: os.stat_result) -> str:
+            if not is_sights(name):
+                return Fate.FOREIGN
+            is_old = now_ns and abs(now_ns - info.st_mtime_ns) > _KEPT_NS
+            return "sights" if is_old else Fate.STAYS
+
+        for _ in sweep(self._root, self.directory, judge):
+            pass
+
+    def close(self) -> None:
+        """Close our file; the next names go to another one."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _opened(self) -> contextlib.AbstractContextManager[int]:
+        """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""
+        return opened(self._root, self.directory)
+
+
+def is_sights(name: str) -> bool:
+    """Return whether a file of that name is one that an engine has left."""
+    match = _NAME.fullmatch(name)
+    return match is not None and is_our_name(match[1])
