@@ -3,7 +3,8 @@
 Most chunks are never read again. A root with little room keeps more of what will be read if a chunk is stored
 at its second sight. A root with much room then only fills more slowly. So `Duel` measures both on a sample of
 the chunks: two caches of names alone, as large as the sample's part of the room. One admits at first sight,
-the other at second sight, and the one with more hits decides. No chunk is given up for the measurement.
+the other at second sight, and the one with more hits decides. No chunk is given up for the measurement. A
+write that is spared counts for a little, so chunks that nobody reads again end to be written.
 
 A name is eight bytes of a key, the same on every engine. It stands for the chunks of all groups that end at
 one token: they are admitted together. Nothing here reads a clock or a file, and one thread calls. With its
@@ -29,7 +30,7 @@ _LEAST_ROOM = 256  # more of them, where the sample's cache would be smaller
 _MOST_ROOM = 1 << 15  # fewer, where it would be larger
 _HALF_LIFE = 2  # of a hit, in uses of the sample: so many times the room of its cache
 _LEAD = 1.02  # by which the other one must be better
-_MOVED = 1.5  # a room that has changed by less is the same
+_SPARED = 0.01  # what a write that is not made is worth, in hits
 
 _TWICE = object()
 
@@ -76,6 +77,7 @@ class Cache:
 
     def __init__(self, room: int, sights: Sights | None) -> None:
         self.room, self._sights = room, sights
+        self.num_admitted = 0
         self._names: OrderedDict[int, None] = OrderedDict()
 
     def use(self, name: int, viewer: Hashable) -> bool:
@@ -84,6 +86,7 @@ class Cache:
             self._names.move_to_end(name)
             return True
         if self._sights is None or self._sights.see(name, viewer):
+            self.num_admitted += 1
             self._names[name] = None
             while len(self._names) > self.room:
                 self._names.popitem(last=False)
@@ -95,28 +98,40 @@ class Duel:
 
     def __init__(self, room: int) -> None:
         """`room` is how many names the root can hold for this engine."""
-        self.hits = (0.0, 0.0)  # older ones count less
-        self.room = 0
+        self._one_of = 0
         self.resize(room)
 
     def resize(self, room: int) -> None:
-        """Set the room; the caches begin again where it is another one."""
-        if self.room and 1 / _MOVED < room / self.room < _MOVED:
-            return
-        self.room = max(1, room)
-        self._one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
-        self._of_sample = max(1, room // self._one_of)
-        self._first = Cache(self._of_sample, None)
-        self._second = Cache(self._of_sample, Sights(_SIGHTS * self._of_sample))
+        """Set the room; the caches begin again where the sample does not fit it any more."""
+        of_sample = room // self._one_of if self._one_of else 0
+        if not _LEAST_ROOM // 2 <= of_sample <= 2 * _MOST_ROOM:
+            self._one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
+            of_sample = max(1, room // self._one_of)
+            self._first = Cache(of_sample, None)
+            self._second = Cache(of_sample, Sights(_SIGHTS * of_sample))
+            self._hits = (0.0, 0.0)  # older ones count less
+        self._first.room = self._second.room = of_sample
+
+    @property
+    def hits(self) -> tuple[float, float]:
+        """What both have hit of late; zeros while all that was used finds room.
+
+        The latter has a little for each write that the former makes and it does not.
+        """
+        is_full = self._first.num_admitted > self._first.room
+        return self._hits if is_full else (0.0, 0.0)
 
     def use(self, names: Sequence[int], viewer: Hashable) -> None:
         """A request uses these chunks, the last of which is the deepest: it counts as the oldest."""
         sample = [name for name in reversed(names) if (name >> 40) % self._one_of == 0]
         if sample:
-            kept = 0.5 ** (len(sample) / (_HALF_LIFE * self._of_sample))
+            before = self._first.num_admitted - self._second.num_admitted
             first = sum(self._first.use(name, viewer) for name in sample)
             second = sum(self._second.use(name, viewer) for name in sample)
-            self.hits = self.hits[0] * kept + first, self.hits[1] * kept + second
+            spared = self._first.num_admitted - self._second.num_admitted - before
+            kept = 0.5 ** (len(sample) / (_HALF_LIFE * self._first.room))
+            worth = second + _SPARED * spared
+            self._hits = self._hits[0] * kept + first, max(0.0, self._hits[1] * kept + worth)
 
 
 def at_first_sight(was: bool, hits: Iterable[tuple[float, float]]) -> bool:
@@ -124,7 +139,7 @@ def at_first_sight(was: bool, hits: Iterable[tuple[float, float]]) -> bool:
     first = second = 0.0
     for each in hits:
         first, second = first + each[0], second + each[1]
-    return first * _LEAD >= second if was else first >= second * _LEAD
+    return first * _LEAD >= second if was else first > second * _LEAD
 
 
 class Admission:
