@@ -96,6 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "max_bytes": bound << (4 if "bound" in options.broken else 0),
                 "keep_free": 0,
                 "staging_bytes": STAGING_NBYTES,
+                "admission": "all",  # much is to be pruned
                 "direct_io": "auto",
             }
             drivers = [

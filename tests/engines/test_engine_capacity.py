@@ -34,7 +34,8 @@ def _ask(number: int, label: str) -> dict:
 
 
 def _options(root: str, **options) -> dict:
-    small = {"hybrid_chunk_size": CHUNK_TOKENS, "keep_free": 0}
+    # Bounds are tried with all chunks: of prompts that never come again few would be stored.
+    small = {"hybrid_chunk_size": CHUNK_TOKENS, "keep_free": 0, "admission": "all"}
     return lab.connector(root, **{**small, **options})
 
 
