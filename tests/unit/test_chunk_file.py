@@ -219,22 +219,6 @@ def test_a_mutated_map_with_a_valid_checksum_is_corrupt_or_still_a_sound_header(
     assert 0 <= header.first_block < header.num_blocks
 
 
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.binary(max_size=300)
-    | st.text(max_size=80)
-    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=20))
-    | st.builds(msgpack.Timestamp, st.integers(0, 1 << 33)),
-    lambda inner: (
-        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5)
-    ),
-    max_leaves=10,
-)
-
-
 BOMBS = {
     "array of 2^32": b"\xdd\xff\xff\xff\xff",
     "map of 2^32": b"\xdf\xff\xff\xff\xff",

@@ -401,9 +401,3 @@ def test_the_example_of_the_document_runs(tmp_path):
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stdout) == (0, f"{first}\nloaded\n"), done.stderr
-
-
-@pytest.mark.parametrize("blocks", [[0, 64], [-1, 0]])
-def test_blocks_that_are_not_in_the_memory_are_an_error(engine, blocks):
-    with pytest.raises(ValueError, match="of group 0, whose memory has 64"):
-        engine().kv.moves(CHUNK, blocks)
