@@ -921,40 +921,6 @@ def mover(sim, tmp_path):
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-@pytest.mark.parametrize("told", [True, pytest.param(False, id="control")])
-def test_a_mover_comes_after_the_event_that_it_is_given(sim, mover, is_load, told):
-    gpu, pages = sim.torch.gpu("cuda"), sim.torch.gpu("cuda").opened(mover.tensor)
-
-    def ended(job):
-        wait_for(lambda: job in [result.job_id for result in mover.poll()])
-        wait_for(lambda: (mover.poll(), mover.idle)[1])
-
-    pages[:] = 5
-    if is_load:
-        mover.store(2, mover.new)
-        ended(2)
-    else:
-        pages[:] = 0
-    go = threading.Event()
-
-    def step():
-        go.wait(20)
-        pages[:] = 9 if is_load else 5
-
-    gpu.launch(step)
-    threading.Timer(0.3, go.set).start()  # an untold copy is done long before
-    ready = gpu.event() if told else None
-    (mover.load if is_load else mover.store)(3, mover.new, ready)
-    ended(3)
-    gpu.synchronize()
-    if not is_load:
-        pages[:] = 0
-        mover.load(4, mover.new)
-        ended(4)
-    assert bool((pages == 5).all()) is told
-
-
-@pytest.mark.parametrize("is_load", [True, False])
 @pytest.mark.parametrize("bounded", [True, pytest.param(False, id="control")])
 def test_a_gpu_that_answers_no_more_does_not_keep_the_engine_from_ending(
     sim, mover, monkeypatch, caplog, is_load, bounded

@@ -394,9 +394,6 @@ def test_a_zero_retention_interval_is_announced_with_a_legal_better_value():
 @pytest.mark.parametrize(
     ("groups", "options", "message"),
     [
-        ([FULL16], {"hybrid_chunk_size": 100}, "hybrid_chunk_size is 100 .*expected 96 or 112"),
-        ([FULL16], {"hybrid_chunk_size": 0}, "hybrid_chunk_size is 0 .*expected 16 "),
-        ([FULL16], {"hybrid_chunk_size": -16}, "hybrid_chunk_size is -16 .*expected 16 "),
         (
             [FULL16],
             {"hybrid_chunk_size": 1024, "max_model_len": 1024},

@@ -321,29 +321,6 @@ def test_a_load_without_memory_for_a_slot_fails_and_is_not_waited_for(make_bench
 # --- the engine gives its KV up -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
-def test_after_a_drop_nothing_is_stored_but_what_was_gathered_before(make_bench, dropped):
-    bench = make_bench(Script(write="H*"), num_slots=20)
-    first, contents = bench.store(list(range(6)))
-    second, more = bench.store(list(range(6, 10)), place=6)
-    bench.transport.wait_until_hanging(2)
-    if dropped:
-        returns_in_time(lambda: bench.runner.drop() or 1)
-        assert {first, second} <= set(bench.poll()), "no job is left open"
-    bench.poison(range(64))
-    calm(bench)
-    bench.wait_until_idle()
-    found, contents = stored_contents(bench), contents | more
-    assert (found == {n: contents[n] for n in found}) is dropped
-    if dropped:
-        assert len(found) == 2, "those that the threads had gathered"
-        assert bench.statuses(loads=False) == {Status.OK: 2, Status.SKIPPED: 8}
-    job, content = bench.store([20])
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert stored_contents(bench)[20] == content[20], "the runner goes on"
-
-
 def test_a_drop_leaves_out_what_was_gathered_ahead_and_gives_its_slots_back(make_bench):
     bench = make_bench(Script(write="H*"), num_slots=20)
     job, contents = bench.store(list(range(8)))
@@ -378,23 +355,6 @@ def test_a_drop_returns_when_the_copy_in_progress_has_ended(make_bench, copy):
     bench.finish(job)
     bench.wait_until_idle()
     assert all(bench.poisoned(place) for place in range(4)), "no page is written any more"
-
-
-@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
-def test_a_load_that_is_dropped_fails_and_writes_no_page(make_bench, dropped):
-    bench = make_bench()
-    for n in range(4):
-        bench.world.put(n, bench.world.content(seed=n))
-    bench.transport.script = Script(read="H*")
-    job = bench.load([0, 1, 2, 3])
-    bench.transport.wait_until_hanging(2)
-    if dropped:
-        returns_in_time(lambda: bench.runner.drop() or 1)
-    calm(bench)
-    assert bench.finish(job)[0].failed is dropped
-    bench.wait_until_idle()
-    assert all(bench.poisoned(place) for place in range(4)) is dropped
-    assert bench.statuses(loads=True) == {Status.SKIPPED if dropped else Status.OK: 4}
 
 
 # --- failed loads -------------------------------------------------------------------------------

@@ -500,18 +500,6 @@ def test_a_hole_and_an_end_that_are_no_zeros_are_good_where_their_rows_are(tmp_p
     assert place.complaint(with_fields(place, first_block=b"\x01", rows=digest)) == (GOOD, None)
 
 
-def test_the_c_reader_takes_what_any_version_of_fskv_wrote(small):
-    """Or a load would be done in Python, and nobody would notice."""
-    assert small.draft().bytes() == small.file[: small.base]
-    taken = Counter()
-    for _, header in crafted(small, seed=1, num=200, kinds=[good_tail]):
-        content = small.write(header)
-        good = document_reader.judge(content, small.wanted) == GOOD
-        assert small.taken_in_c() == good
-        taken[good] += 1
-    assert min(taken.values()) > 20
-
-
 # --- negative controls ----------------------------------------------------------------------------
 
 
