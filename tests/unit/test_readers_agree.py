@@ -26,6 +26,7 @@ from collections import Counter
 
 import document_reader
 import msgpack
+import outside
 import pytest
 import xxhash
 from document_reader import CORRUPT, GOOD, MISSING, STALE, Corrupt, Map, Wanted
@@ -36,7 +37,6 @@ from fskv.data_path import store
 from fskv.data_path.job import NativeEvent
 from fskv.data_path.transports import host
 from fskv.format import chunk_file
-from fskv.native import _native
 from fskv.types import Status
 
 WORDS = {
@@ -295,10 +295,6 @@ KINDS = [
 # --- readers ------------------------------------------------------------------------------------
 
 
-class Nothing:
-    """A task of Python's; the queue hands it out."""
-
-
 class Place:
     """One chunk file on disk, what an engine wants of it, and the three who read it."""
 
@@ -351,17 +347,14 @@ class Place:
 
     def taken_in_c(self):
         """Whether the C reader serves the file; it leaves what it does not serve as it is."""
-        world, chunk, guard = self.world, self.world.chunk(7), _native.Guard(True)
-        queue, last = _native.Queue(8, 1), _native.Transfer(Nothing, False, guard)
-        transfer = world.store.transfer(Nothing, chunk, self.plan, guard, is_load=True)
-        queue.push([transfer, last])
+        world, guard = self.world, outside._native.Guard(True)
+        transfer = world.store.transfer(None, world.chunk(7), self.plan, guard, is_load=True)
         for tensor in world.tensors:
             tensor.zero_()
-        taken = queue.take(self.slot)
-        queue.finish(taken)
-        if taken is transfer:
+        events = outside.run(transfer, self.slot)
+        if events is None:
             return False
-        assert [kind for _, kind, _ in queue.take_events()] == [NativeEvent.LOADED]
+        assert events == [NativeEvent.LOADED]
         wanted = self.content[self.first * world.file_layout.block_nbytes :]
         assert world.pages(range(self.num_blocks)) == wanted
         return True
@@ -559,7 +552,7 @@ def faulty_extension(name, directory, monkeypatch):
 @pytest.mark.parametrize("name", ["tail", "padding in C"])
 def test_negative_control_a_c_reader_that_looks_at_less_disagrees(tmp_path, monkeypatch, name):
     faulty = faulty_extension(name, tmp_path, monkeypatch)
-    for module in (host, store, sys.modules[__name__]):
+    for module in (host, store, outside):
         monkeypatch.setattr(module, "_native", faulty)
     place = Place(tmp_path / "kv", (24, 40), 2)
     _, complaints = compare(place, crafted(place, seed=2, num=300, kinds=[tail, trailing, padding]))
