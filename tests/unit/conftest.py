@@ -14,5 +14,11 @@ def namespace(tmp_path):
 
 
 @pytest.fixture
+def root(namespace, tmp_path):
+    """The root of that namespace."""
+    return str(tmp_path)
+
+
+@pytest.fixture
 def clock():
     return Clock()
