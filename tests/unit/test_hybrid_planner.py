@@ -337,16 +337,6 @@ def test_a_zero_retention_interval_is_announced_with_a_legal_better_value():
     ("groups", "options", "message"),
     [
         (
-            [FULL16],
-            {"hybrid_chunk_size": 1024, "max_model_len": 1024},
-            "nothing can ever be stored.*expected 1008 ",
-        ),
-        (
-            [FULL16, SWA16],
-            {"hybrid_chunk_size": 96, "retention_interval": 256},
-            "is not a multiple of it; expected 64 or 128 ",
-        ),
-        (
             [FULL640, STATE640],
             {"hybrid_chunk_size": 1280},
             "hybrid_chunk_size is 1280 .*state.*never hits; expected one block, 640",

@@ -13,7 +13,7 @@ import time
 import msgpack
 import pytest
 from places import REPOSITORY
-from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, Engine, chunks_of, identity
+from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, chunks_of, identity
 from world import damage, wait_for
 
 from fskv.bounds import client
@@ -32,21 +32,6 @@ from fskv.offload import KvStore, open_store, watch
 from fskv.types import ChunkId, Presence, Status
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
-
-
-@pytest.fixture
-def engine(tmp_path):
-    made = []
-
-    def make(**options):
-        root = tmp_path / "kv"
-        root.mkdir(exist_ok=True)
-        made.append(Engine(str(root), **{"max_bytes": "1 GiB", "keep_free": 0, **options}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def files(tmp_path) -> list[pathlib.Path]:

@@ -132,33 +132,16 @@ NUMBERS = [
 TEXTS = [
     *(b"", b"xxh3-64", b"sha256-128", b"xxh3-128", b"x" * 31, b"x" * 32, b"x" * 255, b"x" * 256),
     *(b"x" * 1023, b"x" * 1024, b"x" * 1025, "é".encode() * 512, "é".encode() * 512 + b"x"),
-    *(
-        "\U0001f600".encode() * 64,
-        b"\xff",
-        b"\xc3",
-        b"\xc0\x80",
-        b"\xed\xa0\x80",
-        b"\xf4\x90\x80\x80",
-    ),
+    *("\U0001f600".encode() * 64, b"\xff", b"\xc3", b"\xc0\x80", b"\xed\xa0\x80"),
+    b"\xf4\x90\x80\x80",
 ]
 BINARIES = [bytes(n) for n in (0, 1, 7, 8, 9, 16, 24, 63, 64, 65, 255, 256, 257, 1025)]
 BINARIES += [struct.pack("<Q", n) for n in (1, 2**40 - 1, 2**40, 2**64 - 1)]
 NO_SCALARS = [
     *(b"\x90", b"\x91\x00", b"\xdc\x00\x00", b"\xdd\x00\x00\x00\x00", b"\x80", b"\x81\xa1a\x00"),
-    *(
-        b"\xde\x00\x00",
-        b"\xdf\x00\x00\x00\x00",
-        b"\xc1",
-        b"\xd4\x05x",
-        b"\xd5\x05xx",
-        b"\xc7\x00\x05",
-    ),
-    *(
-        b"\xc8\x00\x00\x05",
-        b"\xc9\x00\x00\x00\x00\x05",
-        b"\xd6\xff\x00\x00\x00\x01",
-        b"\xc7\x00\xff",
-    ),
+    *(b"\xde\x00\x00", b"\xdf\x00\x00\x00\x00", b"\xc1", b"\xd4\x05x", b"\xd5\x05xx"),
+    *(b"\xc7\x00\x05", b"\xc8\x00\x00\x05", b"\xc9\x00\x00\x00\x00\x05"),
+    *(b"\xd6\xff\x00\x00\x00\x01", b"\xc7\x00\xff"),
     *(b"\xd7\xff" + bytes(8), b"\xc7\x0c\xff" + bytes(12), b"\xd8\x01" + bytes(16)),
 ]
 CUT_OFF = [b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc5\x40\x00", b"\xcf\x00", b""]
