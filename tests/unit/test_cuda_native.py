@@ -658,17 +658,9 @@ def test_pages_beyond_4_gib_of_a_tensor(make_pair, sim):
 # --- what the driver refuses -------------------------------------------------------------------------------
 
 AT_START = [
-    "cuInit",
-    "cuDeviceGet",
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxPushCurrent_v2",
-    "cuStreamCreate",
-    "cuEventCreate",
-    "cuMemAlloc_v2",
-    "cuMemHostRegister_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuLaunchKernel",
-    "cuEventSynchronize",
+    *("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"),
+    *("cuStreamCreate", "cuEventCreate", "cuMemAlloc_v2", "cuMemHostRegister_v2"),
+    *("cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventSynchronize"),
 ]
 
 
@@ -732,12 +724,8 @@ def test_without_memory_for_a_buffer_there_are_fewer_lanes_or_none(
 
 
 IN_A_COPY = [
-    "cuCtxPushCurrent_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuLaunchKernel",
-    "cuEventRecord",
-    "cuEventSynchronize",
+    *("cuCtxPushCurrent_v2", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"),
+    *("cuLaunchKernel", "cuEventRecord", "cuEventSynchronize"),
 ]
 
 
