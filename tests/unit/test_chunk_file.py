@@ -7,7 +7,6 @@ import logging
 import random
 import struct
 import time
-import tracemalloc
 import zlib
 from contextlib import contextmanager, nullcontext
 
@@ -17,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import bounded_memory
 
 from fskv.data_path import store
 from fskv.data_path.store import ChunkStore
@@ -176,18 +176,6 @@ def refused(data):
         parse_header(data)
     assert len(str(caught.value)) < 1000
     return caught.value
-
-
-@contextmanager
-def bounded_memory(nbytes):
-    """Fail if more than `nbytes` are allocated at a time inside."""
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < nbytes, f"{peak} bytes allocated, expected less than {nbytes}"
 
 
 @LIGHT
