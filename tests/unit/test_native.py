@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import outside
@@ -453,14 +454,7 @@ def test_a_load_refreshes_an_old_mtime_after_it_was_told_and_not_a_new_one(chunk
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
 def test_modes_do_not_depend_on_where_the_file_is_written(tmp_path, make_world, mode):
     world = make_world(native=True)
-    world.transport.native = host.Native(
-        **{
-            name: getattr(world.transport.native, name)
-            for name in host.Native.__slots__
-            if name != "file_mode"
-        },
-        file_mode=mode,
-    )
+    world.transport.native = replace(world.transport.native, file_mode=mode)
     world.store._native_layouts[0] = world.store._new_native_layout(0, None)
     world.fill(range(4), seed=1)
     umask = os.umask(0)
@@ -822,9 +816,8 @@ def test_a_span_outside_costs_its_chunk_and_not_the_engine_s_step(make_world, na
 
 def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_native_bench):
     bench = make_native_bench()
-    native = bench.world.transport.native
-    fields = {name: getattr(native, name) for name in host.Native.__slots__}
-    bench.world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
+    transport = bench.world.transport
+    transport.native = replace(transport.native, pages=None, on_device=True)
     job, _ = bench.store([1])
     bench.finish(job)
     bench.wait_until_idle()
