@@ -6,16 +6,13 @@ one character an operation, as in borg's "rrEr":
 
     .  nothing           E  EIO             N  ENOSPC           S  ESTALE       A  EACCES
     M  ENOENT            s  short read      B  a bit flips in the slot, after the read
-    H  hang: until `release()`, or until a FileScript no longer says so; then the operation goes on
+    H  hang: until `release()`; then the operation goes on
     L  slow (20 ms)
 
 The operations are open, read, gather, scatter and write. After the last character nothing more
 happens; a `*` at the end repeats the last one for ever: `Script(read=".H*")`.
 
-`install` puts such transports in the place of every HostTransport made later in this process;
-`install_from_environment` does so where FSKV_TEST_FAULTS names a file with a script in text form
-("read=H* write=..N"), which is read again at every operation: a test switches an engine's disk off and
-on by writing and removing that file.
+`install` puts such transports in the place of every HostTransport made later in this process.
 """
 
 from __future__ import annotations
@@ -53,8 +50,6 @@ class Events(Protocol):
 
     def next(self, operation: str) -> str: ...
 
-    def still_hangs(self, operation: str) -> bool: ...
-
 
 class Script:
     """A fixed sequence of events for each operation."""
@@ -66,10 +61,6 @@ class Script:
         self._events = events
         self._lock = threading.Lock()
         self._num_done = dict.fromkeys(events, 0)
-
-    @classmethod
-    def from_text(cls, text: str) -> Script:
-        return cls(**dict(part.split("=", 1) for part in text.split()))
 
     def next(self, operation: str) -> str:
         if operation not in self._events:
@@ -83,36 +74,6 @@ class Script:
         if at < len(text):
             return text[at]
         return text[-1] if forever and text else "."
-
-    def still_hangs(self, operation: str) -> bool:
-        return True
-
-
-class FileScript:
-    """The script that a file holds at this moment; a new content starts from its beginning."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._text = ""
-        self._script = Script()
-
-    def next(self, operation: str) -> str:
-        with self._lock:
-            text = self._read()
-            if text != self._text:
-                self._text, self._script = text, Script.from_text(text)
-            return self._script.next(operation)
-
-    def still_hangs(self, operation: str) -> bool:
-        return self._read() == self._text != ""
-
-    def _read(self) -> str:
-        try:
-            with open(self._path, encoding="ascii") as file:
-                return file.read()
-        except FileNotFoundError:
-            return ""
 
 
 class RandomScript:
@@ -131,9 +92,6 @@ class RandomScript:
         with self._lock:
             return self._random.choices(list(weights), list(weights.values()))[0]
 
-    def still_hangs(self, operation: str) -> bool:
-        return True
-
 
 class FaultTransport:
     """See the module docstring. Public counters are for the tests to look at."""
@@ -149,8 +107,6 @@ class FaultTransport:
         self._generation = 0  # of releases
         self.num_hanging = 0
         self.num_done = dict.fromkeys(OPERATIONS, 0)
-        self.most_at_once = dict.fromkeys(OPERATIONS, 0)
-        self._num_now = dict.fromkeys(OPERATIONS, 0)
 
     # --- the test's side --------------------------------------------------------------------
 
@@ -216,10 +172,6 @@ class FaultTransport:
 
     @contextlib.contextmanager
     def _operation(self, operation: str, path: str) -> Iterator[str]:
-        with self._changed:
-            self._num_now[operation] += 1
-            most = max(self.most_at_once[operation], self._num_now[operation])
-            self.most_at_once[operation] = most
         try:
             event = self.script.next(operation)
             if event in _ERRNOS:
@@ -235,7 +187,6 @@ class FaultTransport:
             yield event
         finally:
             with self._changed:
-                self._num_now[operation] -= 1
                 self.num_done[operation] += 1
 
     def _hang(self, operation: str) -> None:
@@ -245,7 +196,7 @@ class FaultTransport:
             self.num_hanging += 1
             self._changed.notify_all()
             try:
-                while self._generation == generation and self.script.still_hangs(operation):
+                while self._generation == generation:
                     if time.monotonic() > end:
                         raise ChunkTimedOut(f"{operation}: nobody released it")
                     self._changed.wait(0.05)
@@ -296,12 +247,3 @@ def install(
             vars(module)["HostTransport"] = real
 
     return undo
-
-
-def install_from_environment() -> bool:
-    """Install the script of the file that FSKV_TEST_FAULTS names, if it is set."""
-    path = os.environ.get("FSKV_TEST_FAULTS")
-    if not path:
-        return False
-    install(FileScript(path))
-    return True

@@ -7,6 +7,7 @@ import errno
 import os
 
 import native_build
+import outside
 import pytest
 from world import World, follow_links
 
@@ -191,15 +192,7 @@ def test_outside_the_interpreter_nothing_is_changed_behind_a_link(tmp_path, leve
     before, slot = state(theirs), world.transport.new_slot(0)
 
     def is_left_to_python(number, *, is_load):
-        request = world.request(number, range(4))
-        transfer = world.store.transfer(
-            None, request.file, request.plan, _native.Guard(True), is_load=is_load
-        )
-        queue, last = _native.Queue(8, 1), _native.Transfer(None, False, _native.Guard(True))
-        queue.push([transfer, last])
-        taken = queue.take(slot)
-        queue.finish(taken)
-        return taken is transfer
+        return outside.run(outside.transfer(world, number, range(4), is_load=is_load), slot) is None
 
     assert is_left_to_python(1, is_load=True) is behind_a_link
     assert is_left_to_python(1, is_load=False) is behind_a_link

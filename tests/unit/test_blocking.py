@@ -78,6 +78,18 @@ def make(tmp_path):
         yield make
 
 
+def with_script(monkeypatch, **events):
+    """Stores that are opened from now on have this disk; returns their transports."""
+    real, opened = mover.open_transport, []
+
+    def faulty(*args, **options):
+        opened.append(FaultTransport(real(*args, **options), Script(**events)))
+        return opened[-1]
+
+    monkeypatch.setattr(mover, "open_transport", faulty)
+    return opened
+
+
 def test_a_store_that_ended_reads_no_page_though_another_one_took_its_chunk_again(
     make, monkeypatch, tmp_path
 ):
@@ -212,25 +224,17 @@ def test_calls_of_several_threads_each_get_their_own_answer(make):
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, monkeypatch, hangs):
     """Without the hang, the control, the same call is good."""
-    faulty = []
-    real = mover.open_transport
-
-    def opened(*args, **options):
-        script = Script(read="H*") if hangs and faulty else Script()
-        faulty.append(FaultTransport(real(*args, **options), script))
-        return faulty[-1]
-
-    monkeypatch.setattr(mover, "open_transport", opened)
     first = make()
     first.fill(pages(range(4)))
     assert all(first.store(pages(range(4))))
+    faulty = with_script(monkeypatch, read="H*" if hangs else "")
     store = make(load_deadline_s=0.3)
     wanted = pages(range(4), first_block=8)
     try:
         good = returns_in_time(lambda: store.load(wanted))
         assert good == store.holds(wanted) == [not hangs] * 4
     finally:
-        faulty[1].release()
+        faulty[0].release()
     time.sleep(0.05)  # so that late bytes would be there
     assert store.holds(wanted) == [not hangs] * 4
 
@@ -238,13 +242,7 @@ def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, mon
 @pytest.mark.parametrize("full", [True, False])
 def test_what_could_not_be_written_is_not_said_to_be_there(make, monkeypatch, full):
     """Without the fault, the control, it is."""
-    real = mover.open_transport
-    events = Script(write="N*") if full else Script()
-    monkeypatch.setattr(
-        mover,
-        "open_transport",
-        lambda *args, **options: FaultTransport(real(*args, **options), events),
-    )
+    with_script(monkeypatch, write="N*" if full else "")
     store = make()
     assert store.store(pages(range(3))) == [not full] * 3
     assert store.count_present(chunks(range(3))) == (0 if full else 3)
@@ -320,12 +318,7 @@ def test_each_chunk_has_an_answer_of_its_own_where_no_prefix_is_asked_for(make):
 @pytest.mark.parametrize("told", [True, False])
 def test_two_threads_that_store_share_the_queue_of_a_slow_disk(make, monkeypatch, told):
     """Where nobody said that there are two, the control, they hand over more than the queue takes."""
-    real = mover.open_transport
-    monkeypatch.setattr(
-        mover,
-        "open_transport",
-        lambda *args, **options: FaultTransport(real(*args, **options), Script(write="L*")),
-    )
+    with_script(monkeypatch, write="L*")
     monkeypatch.setattr(mover, "STORE_QUEUE_S", 0)
     store = make(num_storing=2 if told else 1)
     first, others = pages(range(1)), pages(range(1, 61), first_block=1)

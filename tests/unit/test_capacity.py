@@ -30,11 +30,6 @@ RATE = 1 << 19  # bytes a second of one writer: the bound holds 10 s of three
 MEAN_NBYTES = 34 << 10  # of one of its chunks
 
 
-@pytest.fixture
-def root(namespace, tmp_path):
-    return str(tmp_path)
-
-
 class Writers:
     """Engines that store one after the other, all with the same bound."""
 

@@ -36,7 +36,10 @@ def refused(**options):
 
 # option -> (accepted values, refused values)
 OPTIONS = {
-    "root": (["/mnt/kv", "/mnt/kv/", "/"], ["", "kv", "./kv", "~/kv", 7, None, "/a\0b", b"/kv"]),
+    "root": (
+        ["/mnt/kv", "/mnt/kv/", "/mnt/kv//", "/", "//"],
+        ["", "kv", "./kv", "~/kv", 7, None, "/a\0b", b"/kv"],
+    ),
     "hybrid_chunk_size": (
         ["auto", 16, 256],
         ["256", "256MiB", 0, -16, 16.0, True, None, "Auto", [16]],
@@ -82,14 +85,6 @@ def test_these_tests_know_every_option():
     assert set(OPTIONS) == set(FIELDS)
 
 
-def test_every_option_says_its_unit_and_its_effect():
-    for field in FIELDS.values():
-        assert field.metadata["unit"], field.name
-        for text in (field.metadata["effect"], field.metadata["when"]):
-            assert text.endswith("."), field.name
-            assert " " in text, field.name
-
-
 def test_only_the_root_is_required_and_every_default_is_an_accepted_value():
     config = StoreConfig.from_mapping({"root": "/mnt/kv"})
     for name, field in FIELDS.items():
@@ -106,7 +101,7 @@ def test_only_the_root_is_required_and_every_default_is_an_accepted_value():
 def test_a_legal_value_is_taken(name, value):
     found = getattr(parsed(**{name: value}), name)
     if name == "root":
-        assert found in ("/mnt/kv", "/")
+        assert found == ("/mnt/kv" if "mnt" in value else "/")
     elif name == "keep_free":
         assert str(found).replace("%", " %") in (str(value), "0", "53687091200", "2 %")
     elif name.endswith("_bytes"):
@@ -166,11 +161,6 @@ def test_sizes_have_units_of_1000_or_of_1024():
     }
     for text, nbytes in sizes.items():
         assert parsed(staging_bytes=text).staging_bytes == nbytes
-
-
-def test_a_root_loses_its_last_slashes():
-    assert parsed(root="/mnt/kv//").root == "/mnt/kv"
-    assert parsed(root="//").root == "/"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ from fskv.types import Status
 make_bench, bench = test_jobs.make_bench, test_jobs.bench
 _OF_HOST_STAGING = {
     "test_direct_io_on_refuses_a_file_system_without_it_and_auto_does_not",
-    "test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there",
     "test_a_child_process_has_no_part_in_the_slots",
 }
 for _module in (test_store, test_jobs):

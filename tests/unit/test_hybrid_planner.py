@@ -120,73 +120,15 @@ def planned_bytes(plan):
     return got
 
 
-@LIGHT
-@given(jobs())
-def test_every_byte_of_a_job_goes_to_its_place_exactly_once(job):
-    plan = plan_job(*job)
+@settings(LIGHT, max_examples=300)
+@given(st.data(), st.booleans())
+def test_every_byte_of_a_job_goes_to_its_place_exactly_once(data, is_store):
+    """Of a load any part of a group's chunks, of a store all from some block on."""
+    job = data.draw(jobs(complete_tail=is_store))
+    plan = plan_job(*job, complete_tail=is_store)
     assert not plan.skipped_keys
     assert [c.key_idx for c in plan.chunks] == list(range(sum(job[2])))
     assert planned_bytes(plan) == expected_bytes(job)
-
-
-def new_memory(strides, num_blocks, fill):
-    return [bytearray(fill(stride * num_blocks)) for stride in strides]
-
-
-@LIGHT
-@given(jobs(complete_tail=True), st.randoms(use_true_random=False), st.data())
-def test_what_a_store_wrote_a_load_of_any_part_brings_back(job, random, data):
-    layouts, strides, keys, ids, sizes, indices = job
-    num_blocks = len(ids) + 1
-    source = new_memory(strides, num_blocks, random.randbytes)
-    store = plan_job(*job, complete_tail=True)
-    files = {}
-    for chunk in store.chunks:
-        payload = files[chunk.key_idx] = bytearray(chunk.layout.payload_nbytes)
-        for s in chunk.spans:
-            payload[s.payload_offset : s.payload_offset + s.nbytes] = source[s.tensor_idx][
-                s.tensor_offset : s.tensor_offset + s.nbytes
-            ]
-
-    # Load a part of each group: drop blocks at both ends, which makes partial heads and tails.
-    load_ids, load_sizes, load_indices, load_keys, key_of = [], [], [], [], []
-    first_id = first_key = 0
-    for layout, num_keys, size, index in zip(layouts, keys, sizes, indices, strict=True):
-        cut = data.draw(st.integers(0, size))
-        kept = data.draw(st.integers(0, size - cut))
-        load_ids += ids[first_id + cut : first_id + cut + kept]
-        load_sizes.append(kept)
-        load_indices.append(index + cut)
-        first_chunk = (index + cut) // layout.num_blocks - index // layout.num_blocks
-        last_chunk = (index + cut + kept - 1) // layout.num_blocks - index // layout.num_blocks
-        load_keys.append(last_chunk - first_chunk + 1 if kept else 0)
-        key_of += range(first_key + first_chunk, first_key + first_chunk + load_keys[-1])
-        first_id += size
-        first_key += num_keys
-    load = plan_job(layouts, strides, load_keys, load_ids, load_sizes, load_indices)
-    assert not load.skipped_keys
-    target = new_memory(strides, num_blocks, bytes)
-    written = [set() for _ in strides]
-    for chunk in load.chunks:
-        payload = files[key_of[chunk.key_idx]]
-        for s in chunk.spans:
-            touched = set(range(s.tensor_offset, s.tensor_offset + s.nbytes))
-            assert not touched & written[s.tensor_idx], "a KV byte is written twice"
-            written[s.tensor_idx] |= touched
-            target[s.tensor_idx][s.tensor_offset : s.tensor_offset + s.nbytes] = payload[
-                s.payload_offset : s.payload_offset + s.nbytes
-            ]
-    expected = [set() for _ in strides]
-    first_id = 0
-    for layout, size in zip(layouts, load_sizes, strict=True):
-        for block_id in load_ids[first_id : first_id + size]:
-            for ref in layout.pages:
-                start = block_id * strides[ref.tensor_idx]
-                expected[ref.tensor_idx] |= set(range(start, start + ref.nbytes))
-        first_id += size
-    assert written == expected
-    for tensor, offsets in enumerate(expected):
-        assert all(target[tensor][o] == source[tensor][o] for o in offsets)
 
 
 def test_neighbours_coalesce_only_where_memory_and_payload_both_touch():
@@ -394,19 +336,6 @@ def test_a_zero_retention_interval_is_announced_with_a_legal_better_value():
 @pytest.mark.parametrize(
     ("groups", "options", "message"),
     [
-        ([FULL16], {"hybrid_chunk_size": 100}, "hybrid_chunk_size is 100 .*expected 96 or 112"),
-        ([FULL16], {"hybrid_chunk_size": 0}, "hybrid_chunk_size is 0 .*expected 16 "),
-        ([FULL16], {"hybrid_chunk_size": -16}, "hybrid_chunk_size is -16 .*expected 16 "),
-        (
-            [FULL16],
-            {"hybrid_chunk_size": 1024, "max_model_len": 1024},
-            "nothing can ever be stored.*expected 1008 ",
-        ),
-        (
-            [FULL16, SWA16],
-            {"hybrid_chunk_size": 96, "retention_interval": 256},
-            "is not a multiple of it; expected 64 or 128 ",
-        ),
         (
             [FULL640, STATE640],
             {"hybrid_chunk_size": 1280},
@@ -495,14 +424,14 @@ ODDS = {"h": Presence.HIT, "m": Presence.MISS, "u": Presence.UNKNOWN}
 
 
 @st.composite
-def lookups(draw, *, uniform=False):
+def lookups(draw):
     """(groups, blocks_per_chunk, num_tokens, computed_tokens, presence table)."""
     base = draw(st.sampled_from([1, 2, 4]))
     states = draw(st.booleans())
     groups = []
     for i in range(draw(st.integers(1, 4))):
         # vLLM gives all groups of a model with states one block size; others may differ.
-        block = base if states or uniform else base * draw(st.sampled_from([1, 2, 4, 3]))
+        block = base if states else base * draw(st.sampled_from([1, 2, 4, 3]))
         kinds = [k for k in GroupKind if states or k is not GroupKind.STATE]
         kind = draw(st.sampled_from(kinds))
         window = (
@@ -554,50 +483,6 @@ NOT_TOGETHER = sliding((4, "hmmh"), (4, "hhhm"))  # 16 tokens for one, 12 for th
 def test_where_no_full_window_is_there_the_chunks_at_the_front_are_the_hit(window, chunks):
     """vLLM #36645: 2, 3, 4 and 5 are stored, 2, 1, 3, 4, 5 are asked for, the window is 4 blocks."""
     assert run(sliding((4 * window, "hmhhh"))).tokens == 4 * chunks
-
-
-@settings(LIGHT, max_examples=300)
-@given(lookups(uniform=True), st.data())
-def test_an_answer_that_is_not_deferred_does_not_depend_on_the_unknown(lookup, data):
-    got = run(lookup)
-    groups, bpc, num_tokens, computed, table = lookup
-    for _ in range(3):
-        resolved = [
-            [
-                data.draw(st.sampled_from([Presence.HIT, Presence.MISS]))
-                if cell is Presence.UNKNOWN
-                else cell
-                for cell in row
-            ]
-            for row in table
-        ]
-        final = run((groups, bpc, num_tokens, computed, resolved))
-        assert not final.deferred
-        assert got.deferred or got == final
-
-
-@LIGHT
-@given(lookups())
-def test_every_round_that_defers_asks_about_something_unknown(lookup):
-    """So each round of answers brings the end nearer.
-
-    Usually it is the end. Windowed groups may step down in turns, though, one unknown chunk a round.
-    """
-    groups, bpc, num_tokens, computed, table = lookup
-    asked = set()
-
-    def presence(g, c):
-        asked.add((g, c))
-        return table[g][c]
-
-    unknown = sum(row.count(Presence.UNKNOWN) for row in table)
-    for _ in range(unknown + 1):
-        if not planner.longest_hit(groups, bpc, num_tokens, computed, presence).deferred:
-            return
-        for g, c in asked:  # every probe that was started comes back with a miss
-            if table[g][c] is Presence.UNKNOWN:
-                table[g][c] = Presence.MISS
-    pytest.fail("still deferred")
 
 
 def test_what_a_hit_costs():

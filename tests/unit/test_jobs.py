@@ -213,38 +213,34 @@ def stored_contents(bench):
     return found
 
 
-@pytest.mark.parametrize("num_slots", [3, 8, 24])
-def test_wait_returns_while_the_disk_hangs_and_the_pages_are_free(make_bench, num_slots):
+@pytest.mark.parametrize(
+    ("num_slots", "waited"),
+    [(3, True), (8, True), (24, True), pytest.param(20, False, id="control")],
+)
+def test_wait_returns_while_the_disk_hangs_and_the_pages_are_free(make_bench, num_slots, waited):
+    """Without the wait, the control, the poison is stored."""
     bench = make_bench(Script(write="H*"), num_slots=num_slots)
     job, contents = bench.store(list(range(10)))
     bench.transport.wait_until_hanging(2)
-    returns_in_time(lambda: bench.runner.wait([job]) or 1)
+    if waited:
+        returns_in_time(lambda: bench.runner.wait([job]) or 1)
     bench.poison(range(64))
-    assert job in bench.poll()
+    assert job in bench.poll() or not waited
     assert bench.runner.num_slots_used <= num_slots
     calm(bench)
     bench.wait_until_idle()
     found = stored_contents(bench)
+    assert (found == {n: contents[n] for n in found}) is waited
+    if not waited:
+        return
     # Two were being written, the others as far as spare slots reached; none holds poison.
     assert 2 <= len(found) <= 10
-    assert found == {n: contents[n] for n in found}
     statuses = bench.statuses(loads=False)
     assert statuses == {
         k: v for k, v in {Status.OK: len(found), Status.SKIPPED: 10 - len(found)}.items() if v
     }
     if num_slots == 24:
         assert len(found) == 10  # enough slots: nothing is lost
-
-
-def test_negative_control_without_the_wait_the_poison_is_stored(make_bench):
-    bench = make_bench(Script(write="H*"), num_slots=20)
-    _, contents = bench.store(list(range(10)))
-    bench.transport.wait_until_hanging(2)
-    bench.poison(range(64))
-    calm(bench)
-    bench.wait_until_idle()
-    found = stored_contents(bench)
-    assert found != {n: contents[n] for n in found}
 
 
 def test_wait_for_unknown_and_finished_jobs_returns(bench):
@@ -325,29 +321,6 @@ def test_a_load_without_memory_for_a_slot_fails_and_is_not_waited_for(make_bench
 # --- the engine gives its KV up -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
-def test_after_a_drop_nothing_is_stored_but_what_was_gathered_before(make_bench, dropped):
-    bench = make_bench(Script(write="H*"), num_slots=20)
-    first, contents = bench.store(list(range(6)))
-    second, more = bench.store(list(range(6, 10)), place=6)
-    bench.transport.wait_until_hanging(2)
-    if dropped:
-        returns_in_time(lambda: bench.runner.drop() or 1)
-        assert {first, second} <= set(bench.poll()), "no job is left open"
-    bench.poison(range(64))
-    calm(bench)
-    bench.wait_until_idle()
-    found, contents = stored_contents(bench), contents | more
-    assert (found == {n: contents[n] for n in found}) is dropped
-    if dropped:
-        assert len(found) == 2, "those that the threads had gathered"
-        assert bench.statuses(loads=False) == {Status.OK: 2, Status.SKIPPED: 8}
-    job, content = bench.store([20])
-    bench.finish(job)
-    bench.wait_until_idle()
-    assert stored_contents(bench)[20] == content[20], "the runner goes on"
-
-
 def test_a_drop_leaves_out_what_was_gathered_ahead_and_gives_its_slots_back(make_bench):
     bench = make_bench(Script(write="H*"), num_slots=20)
     job, contents = bench.store(list(range(8)))
@@ -384,32 +357,27 @@ def test_a_drop_returns_when_the_copy_in_progress_has_ended(make_bench, copy):
     assert all(bench.poisoned(place) for place in range(4)), "no page is written any more"
 
 
-@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "negative_control"])
-def test_a_load_that_is_dropped_fails_and_writes_no_page(make_bench, dropped):
-    bench = make_bench()
-    for n in range(4):
-        bench.world.put(n, bench.world.content(seed=n))
-    bench.transport.script = Script(read="H*")
-    job = bench.load([0, 1, 2, 3])
-    bench.transport.wait_until_hanging(2)
-    if dropped:
-        returns_in_time(lambda: bench.runner.drop() or 1)
-    calm(bench)
-    assert bench.finish(job)[0].failed is dropped
-    bench.wait_until_idle()
-    assert all(bench.poisoned(place) for place in range(4)) is dropped
-    assert bench.statuses(loads=True) == {Status.SKIPPED if dropped else Status.OK: 4}
-
-
 # --- failed loads -------------------------------------------------------------------------------
 
 
-def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(make_bench):
-    bench = make_bench()
+def hanging(make_bench, *, at="read", **options):
+    """Return a bench, and a load of chunk 1 that hangs."""
+    bench = make_bench(**options)
     bench.world.put(1, bench.world.content())
-    bench.transport.script = Script(read="H")
+    bench.transport.script = Script(**{at: "H"})
     job = bench.load([1])
     bench.transport.wait_until_hanging(1)
+    return bench, job
+
+
+@pytest.mark.parametrize("protected", [True, False], ids=["", "negative_control"])
+def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(
+    make_bench, monkeypatch, protected
+):
+    """Without the guard, the negative control, what is read late is seen in the pages."""
+    if not protected:
+        monkeypatch.setattr(Job, "abandon", lambda job: None)
+    bench, job = hanging(make_bench)
     assert job not in bench.poll()
     bench.clock.advance(1.9)
     assert job not in bench.poll()
@@ -420,7 +388,8 @@ def test_a_hung_read_fails_its_job_at_the_deadline_and_never_touches_the_pages(m
     assert bench.runner.num_slots_used == 1  # parked
     calm(bench)
     bench.wait_until_idle()
-    assert bench.poisoned(0)
+    assert bench.poisoned(0) is protected
+    assert (bench.world.pages(bench.blocks(0)) == bench.world.content()) is not protected
 
 
 def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its_chunks(make_bench):
@@ -447,28 +416,8 @@ def test_a_load_that_is_not_worth_more_time_is_given_up_and_not_held_against_its
     assert len(hung) == 1, "the late read must not reach pages that were given back"
 
 
-def test_negative_control_without_the_guard_the_late_read_is_seen_in_the_pages(
-    make_bench, monkeypatch
-):
-    monkeypatch.setattr(Job, "abandon", lambda job: None)
-    bench = make_bench()
-    bench.world.put(1, bench.world.content())
-    bench.transport.script = Script(read="H")
-    job = bench.load([1])
-    bench.transport.wait_until_hanging(1)
-    bench.clock.advance(3)
-    assert bench.poll()[job].failed
-    calm(bench)
-    bench.wait_until_idle()
-    assert bench.world.pages(bench.blocks(0)) == bench.world.content()
-
-
 def test_a_deadline_during_the_copy_into_the_pages_waits_for_that_copy(make_bench):
-    bench = make_bench()
-    bench.world.put(1, bench.world.content())
-    bench.transport.script = Script(scatter="H")
-    job = bench.load([1])
-    bench.transport.wait_until_hanging(1)
+    bench, job = hanging(make_bench, at="scatter")
     bench.clock.advance(3)
     poller = threading.Thread(target=bench.poll)
     poller.start()
@@ -872,22 +821,18 @@ def test_negative_control_the_walk_finds_a_missing_row_check(make_bench, monkeyp
 
 
 def test_a_parked_slot_is_not_used_by_another_job(make_bench):
-    bench = make_bench(num_threads=1, num_slots=4)
-    contents = {n: bench.world.content(seed=n) for n in (1, 2)}
-    for n, content in contents.items():
-        bench.world.put(n, content)
-    bench.transport.script = Script(read="H")
-    hung = bench.load([1])
-    bench.transport.wait_until_hanging(1)
+    bench, hung = hanging(make_bench, num_threads=1, num_slots=4)
+    content = bench.world.content(seed=2)
+    bench.world.put(2, content)
     bench.clock.advance(3)
     assert bench.poll()[hung].failed
     # The thread is replaced; the next load runs while the first one's read is still out.
     job = bench.load([2], place=3)
     assert not bench.finish(job)[0].failed
-    assert bench.world.pages(bench.blocks(3)) == contents[2]
+    assert bench.world.pages(bench.blocks(3)) == content
     calm(bench)
     bench.wait_until_idle()
-    assert bench.world.pages(bench.blocks(3)) == contents[2]
+    assert bench.world.pages(bench.blocks(3)) == content
     assert bench.poisoned(0)
 
 
@@ -902,11 +847,7 @@ def test_no_byte_of_a_read_that_failed_a_check_reaches_the_pages(make_bench, eve
 
 
 def test_wait_gives_a_load_up_and_its_pages_are_free(make_bench):
-    bench = make_bench()
-    bench.world.put(1, bench.world.content())
-    bench.transport.script = Script(read="H")
-    job = bench.load([1])
-    bench.transport.wait_until_hanging(1)
+    bench, job = hanging(make_bench)
     returns_in_time(lambda: bench.runner.wait([job]) or 1)
     (result,) = bench.finish(job)
     assert result.failed

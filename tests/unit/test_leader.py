@@ -42,11 +42,6 @@ from fskv.sizes import Share
 MIB = 1 << 20
 
 
-@pytest.fixture
-def root(namespace, tmp_path):
-    return str(tmp_path)
-
-
 def beat(name=None, **changes):
     fields = {"namespace": NAME, "tenant": None, "limits": Limits(max_nbytes=1 << 20)}
     return Heartbeat(name or unique_name(), **{**fields, **changes})

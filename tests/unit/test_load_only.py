@@ -20,22 +20,14 @@ PROMPT = list(range(4 * TOKENS_PER_CHUNK))
 
 
 @pytest.fixture
-def root(tmp_path) -> str:
-    (tmp_path / "kv").mkdir()
-    return str(tmp_path / "kv")
+def engine(engine):
+    options = {"max_bytes": None, "maintenance": "off"}
+    return lambda *at, **more: engine(*at, **{**options, **more})
 
 
 @pytest.fixture
-def engine(root):
-    made = []
-
-    def make(at: str = root, **options):
-        made.append(Engine(at, **{"keep_free": 0, "maintenance": "off", **options}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def root(engine, tmp_path) -> str:
+    return str(tmp_path / "kv")
 
 
 @pytest.fixture(params=["mounted read-only", "writable"])

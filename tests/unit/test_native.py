@@ -11,8 +11,10 @@ import struct
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
+import outside
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -32,22 +34,6 @@ from fskv.root import root as root_module
 from fskv.types import Status
 
 
-class Nothing:
-    """A task of Python's; the queue hands it out."""
-
-
-def run(transfer, slot):
-    """Run one transfer in this thread; returns its events, or None when it was left to Python."""
-    queue = _native.Queue(8, 1)
-    last = _native.Transfer(Nothing, False, _native.Guard(True))
-    queue.push([transfer, last])
-    taken = queue.take(slot)
-    queue.finish(taken)
-    if taken is transfer:
-        return None
-    return [NativeEvent(kind) for _, kind, _ in queue.take_events()]
-
-
 class Chunks:
     """One World, its chunks moved by single transfers."""
 
@@ -55,21 +41,18 @@ class Chunks:
         self.world = world
         self.slot = world.transport.new_slot(0)
 
-    def transfer(self, number, block_ids, first_block=0, guard=None, *, is_load):
-        request = self.world.request(number, block_ids, first_block)
-        return self.world.store.transfer(
-            Nothing, request.file, request.plan, guard or _native.Guard(True), is_load=is_load
-        )
+    def run(self, *which, **how):
+        return outside.run(outside.transfer(self.world, *which, **how), self.slot)
 
     def store(self, number, block_ids, first_block=0):
         self.slot.array[:] = 0xEE
-        return run(self.transfer(number, block_ids, first_block, is_load=False), self.slot)
+        return self.run(number, block_ids, first_block, is_load=False)
 
     def load(self, number, block_ids, first_block=0):
         for tensor in self.world.tensors:
             tensor[:] = POISON
         self.slot.array[:] = 0xDD
-        return run(self.transfer(number, block_ids, first_block, is_load=True), self.slot)
+        return self.run(number, block_ids, first_block, is_load=True)
 
 
 @pytest.fixture
@@ -343,9 +326,9 @@ def test_pages_lie_where_the_plan_says_wherever_that_is(scattered, data, first_b
 
     def move(*, is_load):
         transfer = world.store.transfer(
-            Nothing, world.chunk(1), plan, _native.Guard(True), is_load=is_load
+            None, world.chunk(1), plan, _native.Guard(True), is_load=is_load
         )
-        return run(transfer, scattered.slot)
+        return outside.run(transfer, scattered.slot)
 
     with contextlib.suppress(FileNotFoundError):
         os.unlink(world.path(1))
@@ -471,14 +454,7 @@ def test_a_load_refreshes_an_old_mtime_after_it_was_told_and_not_a_new_one(chunk
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
 def test_modes_do_not_depend_on_where_the_file_is_written(tmp_path, make_world, mode):
     world = make_world(native=True)
-    world.transport.native = host.Native(
-        **{
-            name: getattr(world.transport.native, name)
-            for name in host.Native.__slots__
-            if name != "file_mode"
-        },
-        file_mode=mode,
-    )
+    world.transport.native = replace(world.transport.native, file_mode=mode)
     world.store._native_layouts[0] = world.store._new_native_layout(0, None)
     world.fill(range(4), seed=1)
     umask = os.umask(0)
@@ -527,7 +503,7 @@ def test_every_single_flipped_bit_of_a_file_is_found_before_a_page_is_written(sm
     world = small.world
     content = world.fill(range(2), seed=1)
     assert small.store(1, range(2)) == STORED
-    loads = [small.transfer(1, range(2), is_load=True) for _ in range(8 * 8192)]
+    loads = [outside.transfer(world, 1, range(2), is_load=True) for _ in range(8 * 8192)]
     with open(world.path(1), "r+b") as file:
         data = bytearray(file.read())
         for tensor in world.tensors:
@@ -535,7 +511,7 @@ def test_every_single_flipped_bit_of_a_file_is_found_before_a_page_is_written(sm
         for at in range(len(data)):
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit]), at)
-                assert run(loads[8 * at + bit], small.slot) is None, (at, bit)
+                assert outside.run(loads[8 * at + bit], small.slot) is None, (at, bit)
             os.pwrite(file.fileno(), data[at : at + 1], at)
         assert not world.pages(range(2)).strip(bytes([POISON % 256]))
     assert small.load(1, range(2)) == [NativeEvent.LOADED]
@@ -564,8 +540,8 @@ def test_an_abandoned_job_is_neither_read_from_nor_written_to(chunks):
         for tensor in chunks.world.tensors:
             tensor[:] = POISON
         chunks.slot.array[:] = 0xEE
-        transfer = chunks.transfer(1 if is_load else 2, range(4), guard=guard, is_load=is_load)
-        assert run(transfer, chunks.slot) == [NativeEvent.LEFT]
+        left = chunks.run(1 if is_load else 2, range(4), guard=guard, is_load=is_load)
+        assert left == [NativeEvent.LEFT]
         if is_load:
             assert not chunks.world.pages(range(4)).strip(bytes([POISON % 256]))
         else:
@@ -575,7 +551,7 @@ def test_an_abandoned_job_is_neither_read_from_nor_written_to(chunks):
 
 def running_load(guard):
     """Return a queue, and a load in it that this thread has taken; Python does all of it."""
-    queue, transfer = _native.Queue(1, 1), _native.Transfer(Nothing, True, guard)
+    queue, transfer = _native.Queue(1, 1), _native.Transfer(None, True, guard)
     queue.push([transfer])
     assert queue.take(None) is transfer
     return queue, transfer
@@ -603,7 +579,7 @@ def test_who_comes_before_the_gate_opens_waits_and_leaves_its_place_at_the_disk(
     thread = threading.Thread(target=lambda: entered.append(queue.enter(transfer)), daemon=True)
     thread.start()
     wait_for(lambda: transfer.state == State.WAITING)
-    other = _native.Transfer(Nothing, True, _native.Guard(True))
+    other = _native.Transfer(None, True, _native.Guard(True))
     queue.push([other])
     assert queue.take(None) is other, "one may be at the disk, and the one that waits is not"
     assert not entered
@@ -840,9 +816,8 @@ def test_a_span_outside_costs_its_chunk_and_not_the_engine_s_step(make_world, na
 
 def test_a_chunk_on_its_way_to_a_device_is_touched_after_it_was_delivered(make_native_bench):
     bench = make_native_bench()
-    native = bench.world.transport.native
-    fields = {name: getattr(native, name) for name in host.Native.__slots__}
-    bench.world.transport.native = host.Native(**{**fields, "pages": None, "on_device": True})
+    transport = bench.world.transport
+    transport.native = replace(transport.native, pages=None, on_device=True)
     job, _ = bench.store([1])
     bench.finish(job)
     bench.wait_until_idle()

@@ -13,7 +13,7 @@ import time
 import msgpack
 import pytest
 from places import REPOSITORY
-from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, Engine, chunks_of, identity
+from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, chunks_of, identity
 from world import damage, wait_for
 
 from fskv.bounds import client
@@ -32,21 +32,6 @@ from fskv.offload import KvStore, open_store, watch
 from fskv.types import ChunkId, Presence, Status
 
 PROMPT = list(range(4 * TOKENS_PER_CHUNK))
-
-
-@pytest.fixture
-def engine(tmp_path):
-    made = []
-
-    def make(**options):
-        root = tmp_path / "kv"
-        root.mkdir(exist_ok=True)
-        made.append(Engine(str(root), **{"max_bytes": "1 GiB", "keep_free": 0, **options}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def files(tmp_path) -> list[pathlib.Path]:
@@ -401,9 +386,3 @@ def test_the_example_of_the_document_runs(tmp_path):
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stdout) == (0, f"{first}\nloaded\n"), done.stderr
-
-
-@pytest.mark.parametrize("blocks", [[0, 64], [-1, 0]])
-def test_blocks_that_are_not_in_the_memory_are_an_error(engine, blocks):
-    with pytest.raises(ValueError, match="of group 0, whose memory has 64"):
-        engine().kv.moves(CHUNK, blocks)

@@ -26,6 +26,7 @@ from collections import Counter
 
 import document_reader
 import msgpack
+import outside
 import pytest
 import xxhash
 from document_reader import CORRUPT, GOOD, MISSING, STALE, Corrupt, Map, Wanted
@@ -36,7 +37,6 @@ from fskv.data_path import store
 from fskv.data_path.job import NativeEvent
 from fskv.data_path.transports import host
 from fskv.format import chunk_file
-from fskv.native import _native
 from fskv.types import Status
 
 WORDS = {
@@ -132,33 +132,16 @@ NUMBERS = [
 TEXTS = [
     *(b"", b"xxh3-64", b"sha256-128", b"xxh3-128", b"x" * 31, b"x" * 32, b"x" * 255, b"x" * 256),
     *(b"x" * 1023, b"x" * 1024, b"x" * 1025, "é".encode() * 512, "é".encode() * 512 + b"x"),
-    *(
-        "\U0001f600".encode() * 64,
-        b"\xff",
-        b"\xc3",
-        b"\xc0\x80",
-        b"\xed\xa0\x80",
-        b"\xf4\x90\x80\x80",
-    ),
+    *("\U0001f600".encode() * 64, b"\xff", b"\xc3", b"\xc0\x80", b"\xed\xa0\x80"),
+    b"\xf4\x90\x80\x80",
 ]
 BINARIES = [bytes(n) for n in (0, 1, 7, 8, 9, 16, 24, 63, 64, 65, 255, 256, 257, 1025)]
 BINARIES += [struct.pack("<Q", n) for n in (1, 2**40 - 1, 2**40, 2**64 - 1)]
 NO_SCALARS = [
     *(b"\x90", b"\x91\x00", b"\xdc\x00\x00", b"\xdd\x00\x00\x00\x00", b"\x80", b"\x81\xa1a\x00"),
-    *(
-        b"\xde\x00\x00",
-        b"\xdf\x00\x00\x00\x00",
-        b"\xc1",
-        b"\xd4\x05x",
-        b"\xd5\x05xx",
-        b"\xc7\x00\x05",
-    ),
-    *(
-        b"\xc8\x00\x00\x05",
-        b"\xc9\x00\x00\x00\x00\x05",
-        b"\xd6\xff\x00\x00\x00\x01",
-        b"\xc7\x00\xff",
-    ),
+    *(b"\xde\x00\x00", b"\xdf\x00\x00\x00\x00", b"\xc1", b"\xd4\x05x", b"\xd5\x05xx"),
+    *(b"\xc7\x00\x05", b"\xc8\x00\x00\x05", b"\xc9\x00\x00\x00\x00\x05"),
+    *(b"\xd6\xff\x00\x00\x00\x01", b"\xc7\x00\xff"),
     *(b"\xd7\xff" + bytes(8), b"\xc7\x0c\xff" + bytes(12), b"\xd8\x01" + bytes(16)),
 ]
 CUT_OFF = [b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc5\x40\x00", b"\xcf\x00", b""]
@@ -295,10 +278,6 @@ KINDS = [
 # --- readers ------------------------------------------------------------------------------------
 
 
-class Nothing:
-    """A task of Python's; the queue hands it out."""
-
-
 class Place:
     """One chunk file on disk, what an engine wants of it, and the three who read it."""
 
@@ -351,17 +330,14 @@ class Place:
 
     def taken_in_c(self):
         """Whether the C reader serves the file; it leaves what it does not serve as it is."""
-        world, chunk, guard = self.world, self.world.chunk(7), _native.Guard(True)
-        queue, last = _native.Queue(8, 1), _native.Transfer(Nothing, False, guard)
-        transfer = world.store.transfer(Nothing, chunk, self.plan, guard, is_load=True)
-        queue.push([transfer, last])
+        world, guard = self.world, outside._native.Guard(True)
+        transfer = world.store.transfer(None, world.chunk(7), self.plan, guard, is_load=True)
         for tensor in world.tensors:
             tensor.zero_()
-        taken = queue.take(self.slot)
-        queue.finish(taken)
-        if taken is transfer:
+        events = outside.run(transfer, self.slot)
+        if events is None:
             return False
-        assert [kind for _, kind, _ in queue.take_events()] == [NativeEvent.LOADED]
+        assert events == [NativeEvent.LOADED]
         wanted = self.content[self.first * world.file_layout.block_nbytes :]
         assert world.pages(range(self.num_blocks)) == wanted
         return True
@@ -500,18 +476,6 @@ def test_a_hole_and_an_end_that_are_no_zeros_are_good_where_their_rows_are(tmp_p
     assert place.complaint(with_fields(place, first_block=b"\x01", rows=digest)) == (GOOD, None)
 
 
-def test_the_c_reader_takes_what_any_version_of_fskv_wrote(small):
-    """Or a load would be done in Python, and nobody would notice."""
-    assert small.draft().bytes() == small.file[: small.base]
-    taken = Counter()
-    for _, header in crafted(small, seed=1, num=200, kinds=[good_tail]):
-        content = small.write(header)
-        good = document_reader.judge(content, small.wanted) == GOOD
-        assert small.taken_in_c() == good
-        taken[good] += 1
-    assert min(taken.values()) > 20
-
-
 # --- negative controls ----------------------------------------------------------------------------
 
 
@@ -571,7 +535,7 @@ def faulty_extension(name, directory, monkeypatch):
 @pytest.mark.parametrize("name", ["tail", "padding in C"])
 def test_negative_control_a_c_reader_that_looks_at_less_disagrees(tmp_path, monkeypatch, name):
     faulty = faulty_extension(name, tmp_path, monkeypatch)
-    for module in (host, store, sys.modules[__name__]):
+    for module in (host, store, outside):
         monkeypatch.setattr(module, "_native", faulty)
     place = Place(tmp_path / "kv", (24, 40), 2)
     _, complaints = compare(place, crafted(place, seed=2, num=300, kinds=[tail, trailing, padding]))

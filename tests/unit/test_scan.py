@@ -234,11 +234,15 @@ def test_a_directory_of_the_future_is_listed_each_time(namespace, ahead_s):
     assert catalogue.num_files == 1 + (ahead_s > 0)
 
 
-@pytest.mark.parametrize("lister", ["C", "Python"])
-def test_what_is_behind_a_linked_directory_is_foreign(namespace, tmp_path, monkeypatch, lister):
-    """With its control: the same directory in its place is ours."""
-    if lister == "Python":
+@pytest.fixture(params=["C", "Python"])
+def lister(request, monkeypatch):
+    if request.param == "Python":
         monkeypatch.setattr(scan, "_list_in_c", None)
+
+
+@pytest.mark.usefixtures("lister")
+def test_what_is_behind_a_linked_directory_is_foreign(namespace, tmp_path):
+    """With its control: the same directory in its place is ours."""
     path = write_chunk(namespace, "abc" + "0" * 29)
     directory = os.path.dirname(path)
     open(f"{directory}/node-1-00000000-1.part", "w").close()
@@ -284,11 +288,10 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
         run(catalogue.refresh(time.time_ns()))
 
 
-LISTERS = pytest.mark.parametrize("lister", ["C", "Python"])
 NS = 1_000_000_000
 
 
-@LISTERS
+@pytest.mark.usefixtures("lister")
 @pytest.mark.parametrize(
     ("seconds", "known", "unknown"),  # by the clock of `now`, and where it is not known
     [
@@ -300,10 +303,8 @@ NS = 1_000_000_000
     ],
 )
 def test_an_mtime_of_any_year_is_listed_and_one_of_the_future_is_none(
-    namespace, monkeypatch, lister, seconds, known, unknown
+    namespace, seconds, known, unknown
 ):
-    if lister == "Python":
-        monkeypatch.setattr(scan, "_list_in_c", None)
     path = write_chunk(namespace, "abc" + "0" * 29)
     other = write_chunk(namespace, "abc" + "1" * 29, mtime_ns=7 * NS)
     os.utime(path, (seconds, seconds))
@@ -347,14 +348,12 @@ def fill(path):
     os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-@LISTERS
+@pytest.mark.usefixtures("lister")
 @pytest.mark.parametrize("rule", [True, False])
 def test_a_young_file_counts_with_its_length_while_its_blocks_are_not_counted(
-    namespace, monkeypatch, lister, rule
+    namespace, monkeypatch, rule
 ):
     """With `rule` off, the negative control: most bytes are never counted."""
-    if lister == "Python":
-        monkeypatch.setattr(scan, "_list_in_c", None)
     if not rule:
         monkeypatch.setattr(scan, "_YOUNG_NS", -(1 << 60))
     paths = blocks_to_come(namespace)

@@ -10,10 +10,7 @@ import pytest
 from world import returns_in_time, wait_for
 
 from fskv.data_path.breaker import Breaker
-from fskv.data_path.threads import (
-    HangProofPool,
-    call_with_deadline,
-)
+from fskv.data_path.threads import HangProofPool, call_with_deadline
 from fskv.errors import RootError
 from fskv.native import _native
 from fskv.types import Status

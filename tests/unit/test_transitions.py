@@ -19,16 +19,6 @@ def _lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_line_has_the_event_and_what_is_always_said(caplog):
-    caplog.set_level(logging.INFO)
-    log = StateLog(root="/mnt/kv", of=None)
-    log.say("breaker_open", logging.WARNING, reason="8 failures in a row", left=3)
-    assert _lines(caplog) == [
-        'fskv: event=breaker_open root=/mnt/kv reason="8 failures in a row" left=3'
-    ]
-    assert caplog.records[0].levelno == logging.WARNING
-
-
 def test_whatever_a_value_holds_it_is_one_line_that_can_be_read_back(caplog):
     caplog.set_level(logging.INFO)
     nasty = ["two\nlines", 'a "quote"', "event=other", "\x1b[31mred", "ü" * 10, "", "x" * 5000]
@@ -87,7 +77,7 @@ def test_negative_control_without_the_bound_it_is_a_flood(caplog, monkeypatch):
 def test_a_breaker_says_when_it_opens_and_when_it_closes_and_nothing_between(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
-    breaker = Breaker(failures=3, clock=clock, log=StateLog(clock=clock, of="rank 0"))
+    breaker = Breaker(failures=3, clock=clock, log=StateLog(clock=clock, root=None, of="rank 0"))
     for _ in range(10):
         breaker.record(Status.TIMED_OUT)
     clock.advance(12.5)
@@ -100,6 +90,7 @@ def test_a_breaker_says_when_it_opens_and_when_it_closes_and_nothing_between(cap
         'fskv: event=breaker_closed of="rank 0" after_s=12.5',
         'fskv: event=breaker_open of="rank 0" reason="a worker\'s own breaker is open"',
     ]
+    assert caplog.records[0].levelno == logging.WARNING
     assert breaker.num_openings == 2
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import os
 import threading
 import time
 
 import pytest
-from toy_engine import TOKENS_PER_CHUNK, Engine
+from toy_engine import TOKENS_PER_CHUNK
 from world import Clock, wait_for
 
 from fskv.native import _native
@@ -141,31 +140,29 @@ def test_what_is_no_use_is_refused(files, use):
         _native.stamp_use(files.fd, "1", use, 0, True)
 
 
-def test_what_is_loaded_gets_the_time_of_its_use_also_if_it_was_of_a_time_to_come(tmp_path):
+def test_what_is_loaded_gets_the_time_of_its_use_also_if_it_was_of_a_time_to_come(engine, tmp_path):
     """The control: a file that is younger than the use stays so."""
-    root = tmp_path / "kv"
-    root.mkdir()
     prompt = list(range(5 * TOKENS_PER_CHUNK))
-    options = {"max_bytes": "1 GiB", "keep_free": 0}
-    with contextlib.closing(Engine(str(root), **options)) as first:
-        first.run(prompt)
-    paths = sorted(root.glob("cpu/*/chunks/*/*.kv"))
+    first = engine()
+    first.run(prompt)
+    first.close()
+    paths = sorted(tmp_path.glob("kv/cpu/*/chunks/*/*.kv"))
     for path in paths[1:]:
         os.utime(path, (1, 1))
     soon, far = time.time_ns() + 60_000 * MS, time.time_ns() + 7200_000 * MS
     for path, at_ns in zip(paths, (soon, far), strict=False):
         os.utime(path, ns=(at_ns, at_ns))
-    with contextlib.closing(Engine(str(root), **options)) as second:
-        moves, depths = second.kv.moves, itertools.count()
+    second = engine()
+    moves, depths = second.kv.moves, itertools.count()
 
-        def used(*arguments):
-            use = second.kv.mover.use(7, next(depths))
-            return [move._replace(use=use) for move in moves(*arguments)]
+    def used(*arguments):
+        use = second.kv.mover.use(7, next(depths))
+        return [move._replace(use=use) for move in moves(*arguments)]
 
-        second.kv.moves = used
-        second.run(prompt)
-        assert second.num_loaded == 5
-        wait_for(lambda: all(1 < path.stat().st_mtime <= time.time() for path in paths[1:]))
+    second.kv.moves = used
+    second.run(prompt)
+    assert second.num_loaded == 5
+    wait_for(lambda: all(1 < path.stat().st_mtime <= time.time() for path in paths[1:]))
     assert paths[0].stat().st_mtime_ns == soon
     at_ns = sorted(path.stat().st_mtime_ns for path in paths[1:])
     assert {(at_ns[-1] - one) % MS for one in at_ns} == {0}
@@ -179,25 +176,23 @@ class Shared(collections.deque):
         raise RuntimeError("deque mutated during iteration")
 
 
-def test_touches_that_wait_are_bounded_by_files_and_never_looked_through(tmp_path, monkeypatch):
+def test_touches_that_wait_are_bounded_by_files_and_never_looked_through(engine, monkeypatch):
     """An exception there would end the engine: it is on the thread of the model."""
     monkeypatch.setattr(mover, "_MAX_TOUCHES", 100)
-    (tmp_path / "kv").mkdir()
-    with contextlib.closing(Engine(str(tmp_path / "kv"), keep_free=0)) as engine:
-        one, touched, goes_on = engine.kv.mover, [], threading.Event()
-        monkeypatch.setattr(
-            one._store, "touch", lambda file, use: goes_on.wait(60) and touched.append((file, use))
-        )
-        one._touches = Shared()
-        lists = [[((n, at), one.use(1, at)) for at in range(10)] for n in range(30)]
-        for files in lists:
-            one.touch(files)
-        waits = one._num_touches
-        goes_on.set()
-        wait_for(lambda: not one._num_touches)
-        # One list may be under way already; the last one may go beyond the bound.
-        assert 100 < waits <= 110
-        wait_for(lambda: len(touched) >= waits)
-        assert [use.depth for _, use in touched[:10]] == list(range(9, -1, -1))
-        one.touch(lists[0])  # the control: they are taken again
-        wait_for(lambda: len(touched) >= waits + 10)
+    one, touched, goes_on = engine().kv.mover, [], threading.Event()
+    monkeypatch.setattr(
+        one._store, "touch", lambda file, use: goes_on.wait(60) and touched.append((file, use))
+    )
+    one._touches = Shared()
+    lists = [[((n, at), one.use(1, at)) for at in range(10)] for n in range(30)]
+    for files in lists:
+        one.touch(files)
+    waits = one._num_touches
+    goes_on.set()
+    wait_for(lambda: not one._num_touches)
+    # One list may be under way already; the last one may go beyond the bound.
+    assert 100 < waits <= 110
+    wait_for(lambda: len(touched) >= waits)
+    assert [use.depth for _, use in touched[:10]] == list(range(9, -1, -1))
+    one.touch(lists[0])  # the control: they are taken again
+    wait_for(lambda: len(touched) >= waits + 10)
