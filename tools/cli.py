@@ -45,13 +45,11 @@ COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
-    Entry("du", LOOK, "Show what takes how much room, and what pruning would free."),
+    Entry("du", LOOK, "Show disk usage, and the effect of a prune."),
     Entry("inspect", LOOK, "Show a chunk file's header, spans and rows, and judge it."),
     Entry("verify", TRUST, "Check names, headers and data of chunk files."),
-    Entry("doctor", TRUST, "Look at machine, mount and root: what is not as it should be?"),
-    Entry(
-        "prune", BOUND, "Remove what was used least recently and what nobody needs, once or always."
-    ),
+    Entry("doctor", TRUST, "Check machine, mount and root, with remedies."),
+    Entry("prune", BOUND, "Remove garbage and the least recently used chunks, once or always."),
     Entry("rm", BOUND, "Remove whole namespaces."),
     Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
@@ -179,7 +177,8 @@ def _fskv(
 ) -> None:
     """Look into an fskv cache root, explain it, check it, measure it, and keep it in bounds.
 
-    Commands that read a root take --root DIR or the environment variable FSKV_ROOT.
+    Commands that read a root take --root DIR or the environment variable FSKV_ROOT. Exit codes: 0 all is
+    well, 1 problems found (damage), 2 bad argument, 3 a part was not done (unreadable), 10 not a root.
     """
 
 

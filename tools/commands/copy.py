@@ -30,13 +30,13 @@ LINES = {
     "summary": {
         "stored": "files",
         "stored_nbytes": "their length",
-        "there": "good files that were there already",
-        "gone": "files pruned from the source meanwhile",
+        "there": "good files there before",
+        "gone": "files pruned meanwhile",
         "bad": "files and namespaces that failed a check",
-        "failed": "files and namespaces that could not be read or written",
-        "no_room": "files for which the root is full",
+        "failed": "those that could not be read or written",
+        "no_room": "files without room",
         "unlistable": "directories that could not be listed",
-        "dry_run": "whether nothing was written",
+        "dry_run": "whether `--dry-run` was given",
     },
 }
 
@@ -77,13 +77,13 @@ def command(
     namespaces: NamespacesArgument = None,
     newer_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Only what was used within this time, such as 12h, 30d."),
+        typer.Option(metavar="AGE", help="Only chunks used within this time, such as 12h, 30d."),
     ] = None,
     keep_free: Annotated[
         str,
         typer.Option(
             metavar="SIZE|PERCENT",
-            help="Stop where less would stay free on the other root's file system.",
+            help="Stop where less would stay free at the destination.",
         ),
     ] = "2%",
     create: Annotated[
@@ -93,13 +93,11 @@ def command(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy namespaces, or what was used of them lately, from one root to another.
+    """Copy namespaces, or their recently used chunks, from one root to another.
 
-    Every byte is checked. Good files that are there already stay: run an interrupted copy again. It stops at
-    a bound of the other root's living engines, and prunes nothing. Times of last use are kept. The other
-    root's owner gets the files; where it could not read them nothing is written.
-
-    Exit code 1 if something is bad, 3 if something could not be read or stored.
+    Every byte is checked. Good files at the destination stay: run an interrupted copy again. Times of last
+    use are kept. The copy stops at a bound of the destination's living engines, and prunes nothing. The
+    destination's owner gets the files. If that user could not read them, nothing is written.
     """
     kept = parse_keep_free("--keep-free", keep_free)
     newer_s = None if newer_than is None else age_option("--newer-than", newer_than)
