@@ -31,7 +31,7 @@ _HEAD = """# The command line
   `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). So does an engine's whole key in hex, or a path.
 - With `--json` each line is an object with a `type`; the last is the `summary`. Sizes are bytes, times RFC
   3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Later versions may add fields.
-- Commands that delete show a plan and ask. Without a terminal they need `--yes`. Ctrl-C is safe at any time. A
+- Commands that delete show a plan and ask. Without a terminal they need `--yes`. Ctrl-C is always safe. A
   second one ends at once.
 - `fskv --install-completion` makes your shell complete commands, options and names.
 """
