@@ -50,6 +50,7 @@ def page() -> str:
         for one in modules.values()
         for kind in getattr(one, "LINES", {}).values()
         for field, text in kind.items()
+        if text
     )
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
     parts[-1] += "".join(f"\n| {code.value} | {text} |" for code, text in MEANINGS.items())
@@ -84,14 +85,14 @@ def _section(name: str, module: Any, shared: set[str]) -> str:
 
 
 def _line(kind: str, fields: dict[str, str], shared: set[str]) -> str:
-    """Return the row of one kind of JSON line; fields shared with other commands come last."""
+    """Return the row of one kind of JSON line; fields whose name says it all, and shared ones, come last."""
     rows = {field: f"| `{field}` | {_cell(text)} |" for field, text in fields.items()}
-    own = [field for field, row in rows.items() if row not in shared]
+    own = [field for field, row in rows.items() if fields[field] and row not in shared]
     told = [
         f"{', '.join(f'`{field}`' for field in alike)}: {_cell(text)}"
         for text, alike in groupby(own, key=fields.__getitem__)
     ]
-    others = [f"`{field}`" for field, row in rows.items() if row in shared]
+    others = [f"`{field}`" for field in rows if field not in own]
     return f"| `{kind}` | {'; '.join([*told, ', '.join(others)]).strip('; ')} |"
 
 

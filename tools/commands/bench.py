@@ -17,16 +17,16 @@ LINES = {
     "rates": {
         "transport": "host or gds",
         "mode": "O_DIRECT or buffered",
-        "threads": "I/O threads",
+        "threads": "",
         "chunk_nbytes": "KV in a chunk file",
         "num_chunks": "of a round",
         "store": f"10^9 bytes a second: {_SPREAD}",
         "load": "the same, past the page cache",
     },
     "advice": {
-        "option": "of the engine",
+        "option": "",
         "value": "best for this mount; null where no difference was measured",
-        "why": "text",
+        "why": "",
     },
     "summary": {
         "answer_s": "seconds to open a file and read its first page, or null",

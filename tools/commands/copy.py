@@ -29,7 +29,7 @@ LINES = {
     },
     "summary": {
         "stored": "files",
-        "stored_nbytes": "their length",
+        "stored_nbytes": "",
         "there": "good files there before",
         "gone": "files pruned meanwhile",
         "bad": "files and namespaces that failed a check",

@@ -49,7 +49,7 @@ LINES = {
         "namespace": "ARCH/MODEL@DIGEST",
         "orphaned_parts": "parts of dead writers, or older than an hour",
         "orphaned_nbytes": "their bytes on disk",
-        "parts_in_progress": "other parts",
+        "parts_in_progress": "",
         "in_progress_nbytes": "their bytes on disk",
         "foreign": "entries among the chunks that fskv did not make",
         "problem": "damage of its namespace.json, or null",
@@ -59,7 +59,7 @@ LINES = {
         "nbytes": "its size",
         "free_nbytes": "free bytes for this user",
         "inodes": "0 where it gives no number, or an impossible one",
-        "free_inodes": "free inodes",
+        "free_inodes": "",
     },
     "bound": {
         "scope": "`root`, `tenant` or `free` (the most that may be in use on the file system)",

@@ -36,8 +36,8 @@ LINES = {
     "chunk": {
         "group": "index of the KV group",
         "group_kind": "full, mla, sliding_window, chunked_local or state, with its variant",
-        "chunk": "its number",
-        "start_token": "first token",
+        "chunk": "",
+        "start_token": "",
         "end_token": "token after the last",
         "key": "the engine's key in hex",
         "use": "loaded (the hit needs it), wanted (a longer hit needs it), unused",

@@ -37,12 +37,12 @@ LINES = {
         "header": "object (docs/format.md), or null where it fails its checks",
         "agrees": "object: whether the header agrees with path and namespace.json in each of name, group, "
         "rank, namespace and layout; null: unknown",
-        "rows": "rows",
+        "rows": "",
         "bad_rows": "damaged or missing rows",
         "spans": "blocks x pages",
     },
     "row": {
-        "row": "its number",
+        "row": "",
         "offset": "in the file",
         "nbytes": "length",
         "status": "ok, bad or missing",
@@ -59,7 +59,7 @@ LINES = {
         "stored": "false before `first_block`",
         "layer": "name, or null",
     },
-    "summary": {"files": "files", "bad": "files that are not ok"},
+    "summary": {"files": "chunk files", "bad": "files that are not ok"},
 }
 _SHOWN = 24  # rows and spans that a person is shown without --all
 _AGREES = {True: "  agrees", False: "  DOES NOT AGREE", None: ""}

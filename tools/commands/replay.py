@@ -25,9 +25,9 @@ LINES = {
     "summary": {
         "requests": "of the trace, or `--limit`",
         "blocks": "of 512 tokens, in their prompts",
-        "distinct_blocks": "different blocks",
-        "bytes_per_token": "as given",
-        "distinct_nbytes": "their bytes",
+        "distinct_blocks": "",
+        "bytes_per_token": "",
+        "distinct_nbytes": "",
     },
 }
 
