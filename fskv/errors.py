@@ -35,7 +35,7 @@ class ConfigError(FskvError):
 
 
 class RestError(FskvError):
-    """KV or a setting that fskv does not know; the message says which, and what is not known of it.
+    """Unknown KV, or an unknown setting; the message names it, and the missing knowledge.
 
     One rank that finds so tells the scheduler with its handshake. Then nothing is stored or loaded, and the
     log says once why. Settings that a user can change are no such case: they are refused with ConfigError.

@@ -71,7 +71,7 @@ class GroupIdentity:
 
 
 def layout_digest(group: GroupIdentity, blocks_per_chunk: int, inside: Json = None) -> bytes:
-    """Return 16 bytes for what must agree, beyond the namespace, for pages to be interchangeable.
+    """Return 16 bytes over everything beyond the namespace that must agree for pages to be interchangeable.
 
     `inside` is how pages are laid out inside where the namespace does not say it: with pipeline stages.
     """
@@ -145,7 +145,7 @@ class Identity:
 
     @property
     def digest16(self) -> str:
-        """The first 16 hex digits of the digest: what the directory is called."""
+        """The first 16 hex digits of the digest: the end of the directory's name."""
         return self.digest.hex()[:16]
 
     def to_manifest(self) -> dict[str, Json]:
@@ -517,7 +517,7 @@ _CHUNK_PATH = re.compile(
 
 
 def parse_chunk_path(path: str) -> ChunkName | None:
-    """Read what `chunk_path` wrote; None for anything else, which is then a foreign file."""
+    """Parse the output of `chunk_path`; None for anything else, which is then a foreign file."""
     match = _CHUNK_PATH.fullmatch(path)
     if match is None:
         return None
@@ -526,5 +526,5 @@ def parse_chunk_path(path: str) -> ChunkName | None:
 
 
 def parse_chunk_file(file: str) -> ChunkName | None:
-    """Read what `chunk_file` wrote; None for anything else."""
+    """Parse the output of `chunk_file`; None for anything else."""
     return parse_chunk_path(path_of_file(file))

@@ -28,7 +28,7 @@ class Share:
 
 
 def bad(name: str, value: object, expected: str) -> ConfigError:
-    """Return the error of an option's value: what was found, and what was expected."""
+    """Return the error of an option's value: the finding and the expectation."""
     return ConfigError(f"option '{name}': found {value!r}, expected {expected}")
 
 

@@ -38,11 +38,11 @@ class Bound:
         return self.left < self.limit // _NEAR
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether an engine does not store so many bytes now."""
+        """Return whether an engine does not store so many bytes now."""
         return self.left + self.beyond < max(1, nbytes)
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Whether they do not fit below it even where all else is pruned: they go as soon as they come."""
+        """Return whether so many bytes do not fit below the bound even if all else is pruned."""
         return self.removable is not None and self.left + self.removable < max(1, nbytes)
 
 

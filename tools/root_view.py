@@ -67,7 +67,7 @@ class Namespace:
         return self.name.rpartition("@")[2]
 
     def is_of(self, model: str) -> bool:
-        """Whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
+        """Return whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
         return model.replace("/", "--") in (self.model, self.model.rpartition("--")[2])
 
     @cached_property

@@ -140,7 +140,7 @@ class Watcher:
 
 
 def _may_become_a_root(path: str) -> bool:
-    """Whether an engine may yet make one there: nothing is there, or an empty directory."""
+    """Return whether an engine may yet make one there: nothing is there, or an empty directory."""
     with contextlib.suppress(FskvError):
         Root.open(path, create=True, writable=False)  # passes over an empty directory
         return True

@@ -221,7 +221,7 @@ class Capacity:
 
     @property
     def pid(self) -> int | None:
-        """Of the maintenance process."""
+        """The process id of the maintenance process."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -240,7 +240,7 @@ class Capacity:
         return self._clock() < self._paused_until
 
     def poll(self) -> list[tuple[bytes, int]]:
-        """Talk to the process, every step; returns what was pruned since: (XXH3-128 of the key, group)."""
+        """Talk to the process, every step; returns the chunks pruned since: (XXH3-128 of the key, group)."""
         now = self._clock()
         if self._said_paused and not self.paused:
             self._said_paused = False
@@ -273,7 +273,7 @@ class Capacity:
         return removed
 
     def _report(self) -> None:
-        """Tell the process where we are; what cannot be told now is told with the next step."""
+        """Tell the process the engine's sums; an unsent report goes with the next step."""
         message = {"written": self._written, "full": self._full}
         if self._process is not None and message != self._said and self._process.send(message):
             self._said = message

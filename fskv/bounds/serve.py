@@ -63,7 +63,7 @@ class Outbox:
 
 
 def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
-    """Return a new engine's first heartbeat from what the engine sent at first."""
+    """Make an engine's first heartbeat from the engine's first message."""
     limits = dict(options["limits"])
     keep = limits["keep_free"]
     limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep

@@ -62,7 +62,7 @@ class Breaker:
             return True
 
     def trip(self) -> None:
-        """Open now: somebody else who watches the same root has found it dead."""
+        """Open now: another breaker on the same root has opened."""
         with self._lock:
             opens = not self.open
             self._failures_in_row = max(self._failures_in_row, self._threshold)

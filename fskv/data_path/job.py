@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FileMove(NamedTuple):
-    """One file of a job: which, and what of its chunk goes where."""
+    """One file of a job: its id, its spans, and its use of a prefix."""
 
     file: FileId
     plan: ChunkPlan
@@ -41,7 +41,7 @@ class JobResult:
 
 
 class FileOutcome(NamedTuple):
-    """How one file ended; for stores this comes after the job was reported."""
+    """The outcome of one file; for a store it comes after the report of the job."""
 
     file: FileId
     is_load: bool

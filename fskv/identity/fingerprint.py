@@ -1,4 +1,4 @@
-"""Which weights are these? A short text that nodes derive alike from the same checkpoint.
+"""The fingerprint of a checkpoint's weights. A short text that nodes derive alike from the same checkpoint.
 
 A commit, where the engine knows one, is the whole answer. Otherwise the files of a local checkpoint are read:
 
@@ -155,7 +155,7 @@ def changed_file(model_path: str, before: Mapping[str, State]) -> str | None:
 
 
 def kv_config(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return a model's configuration without what cannot touch KV at equal token ids.
+    """Return a model's configuration without the fields that cannot touch KV at equal token ids.
 
     Dropped at every level of every configuration:
 
@@ -333,7 +333,7 @@ class _Planned:
 
 
 def _fingerprint_weights(paths: list[str]) -> list[list[object]]:
-    """Return [size in bytes, digest of what was read] of each file."""
+    """Return [size in bytes, digest of the samples] of each file."""
     started_at = time.monotonic()
     plans: list[_Planned] = []
     num_samples = 0

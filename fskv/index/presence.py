@@ -171,7 +171,7 @@ class PresenceIndex:
         )
 
     def lookup(self, chunk: ChunkId) -> Answer:
-        """Return what is known, and for a MISS why. Never blocks.
+        """Return the presence, and for a MISS the reason. Never blocks.
 
         UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS; after ten times
         that where the disk answers but slowly.
@@ -292,7 +292,7 @@ class PresenceIndex:
 
     @property
     def num_removals(self) -> int:
-        """How often `mark_removed` was called."""
+        """The number of calls of `mark_removed`."""
         return self._num_removals
 
     @property
@@ -502,7 +502,7 @@ def _path(rank: RankFiles, chunk: Key) -> str:
 
 @lru_cache(maxsize=1024)
 def _affixes(namespace_path: str, group_idx: int, rank: int | None) -> tuple[bytes, bytes]:
-    """Split a path into the directory of all shards and what follows the digits of the key."""
+    """Split a path into the directory of all shards and the text behind the digits of the key."""
     directory, _, name = namespace.chunk_path(b"", group_idx, rank).split("/")
     suffix = name[len(namespace.chunk_name(b"")) :]
     return os.fsencode(f"{namespace_path}/{directory}"), os.fsencode(suffix)

@@ -56,7 +56,7 @@ class Row:
 
     @property
     def level(self) -> str:
-        """How bad it is: `problem`, `warning` or `hint`."""
+        """The severity of the finding: `problem`, `warning` or `hint`."""
         return "problem" if self.refused else self.less
 
 

@@ -159,7 +159,7 @@ def check_roots(
 
 
 def check_stored(children: Sequence[Any]) -> None:
-    """Refuse to store KV that nobody vouches for; `children` are connectors as they were written.
+    """Refuse to store unchecked KV; `children` are connectors as they were written.
 
     What another connector loads serves other requests, too, by vLLM's own prefix cache, so it cannot be told
     from what was computed. An engine whose KV is fetched frees its blocks when that took too long, and uses
@@ -178,7 +178,7 @@ def check_stored(children: Sequence[Any]) -> None:
 
 
 def check_children(connector: str | None, children: Sequence[Any]) -> None:
-    """Refuse what cannot stand side by side in a connector around others; raises ConfigError."""
+    """Refuse children that cannot stand side by side in a connector around others; raises ConfigError."""
     check_stored(children)
     number = _count_ours(children)
     if connector == "MultiConnector" and number > 1:
@@ -199,7 +199,7 @@ def _count_ours(children: Any) -> int:
 
 
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:
-    """Yield what connectors are made of, also inside of one another, and where that is written.
+    """Yield the parts of connectors, also inside of one another, each with its place.
 
     Of what brings KV that fskv cannot vouch for in words; of what is fskv's the options.
     """
@@ -220,7 +220,7 @@ def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping
 
 
 def _unchecked(child: Mapping[str, Any]) -> str | None:
-    """Return what of another one's connector brings KV that nobody checks; None for nothing."""
+    """Return the part of another's connector that brings unchecked KV, in words, or None."""
     connector, role, extra = child.get("kv_connector"), child.get("kv_role"), _extra(child)
     if connector in _FROM_ENGINES and role == "kv_producer":
         both = extra.get("bidirectional_kv_xfer")
@@ -270,7 +270,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
 
 
 def roles_of(transfer: Mapping[str, Any]) -> set[object]:
-    """Return the roles of fskv's connectors in what `stores_of` takes."""
+    """Return the roles of fskv's connectors in an argument of `stores_of`."""
     connector = transfer.get("kv_connector")
     if connector == OURS:
         return {transfer.get("kv_role")}

@@ -386,7 +386,7 @@ _MAX_OBSERVED = 4096
 
 
 class Counters:
-    """Sums by metric and label value since the last `drain`, and what was observed for histograms."""
+    """Sums by metric and label value since the last `drain`, and observations for histograms."""
 
     def __init__(self, *counters: Metric) -> None:
         """`counters` are in the first `drain` even if nothing was counted."""
@@ -421,7 +421,7 @@ class Counters:
             self._observed.setdefault(metric, deque(maxlen=_MAX_OBSERVED)).append(value)
 
     def drain_observed(self) -> dict[Metric, deque[float]]:
-        """Return what was observed and start again from nothing."""
+        """Return the observations and start again from none."""
         with self._lock:
             observed, self._observed = self._observed, {}
         return observed

@@ -240,7 +240,7 @@ class Mover:
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
     def use(self, number: int, depth: int) -> Use:
-        """Return what stamps a chunk of that depth in its prefix, in a use that Uses.begin has numbered."""
+        """Return the stamp of a chunk at that depth of its prefix, in a use that Uses.begin has numbered."""
         stamp = self._uses.setdefault(number, bytearray(8))
         self._uses.move_to_end(number)
         if len(self._uses) > _MAX_USES:
@@ -292,7 +292,7 @@ class Mover:
         self.drop()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Stop the threads; what is being written has `timeout_s` to end.
+        """Stop the threads; running stores have `timeout_s` to end.
 
         A device that answers no more keeps its slots, and what waits for it is left behind.
         """
@@ -326,7 +326,7 @@ class Mover:
         self._tell(chunk, status)
 
     def take_news(self) -> News:
-        """Return what the lookup must know, since the last call."""
+        """Return the news for the lookup since the last call."""
         news, self._news = self._news, News()
         if (unhealthy := self._unhealthy()) != self._told_unhealthy:
             news.unhealthy[self.number] = self._told_unhealthy = unhealthy
@@ -347,7 +347,7 @@ class Mover:
         return unhealthy
 
     def gauges(self) -> dict[Gauge, float]:
-        """Return what is in use now."""
+        """Return the gauges of slots, threads and queue."""
         return {
             metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
@@ -396,7 +396,7 @@ class Mover:
             self._news.not_stored.add(chunk)
 
     def _count(self, outcomes: Sequence[FileOutcome]) -> None:
-        """Of good ones, which are many, the sums: this is the engine's time."""
+        """Sum up the good files, which are many: this is the engine's time."""
         add = self.counters.add
         for counted, is_load in ((_LOADED, True), (_STORED, False)):
             good = [o for o in outcomes if o.status is Status.OK and o.is_load is is_load]
@@ -435,7 +435,7 @@ def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | No
 
 
 class _Ending:
-    """How the files of the chunks on their way ended so far: an entry lives as long as its stores."""
+    """The outcomes so far of the files of chunks on their way: an entry lives as long as its stores."""
 
     def __init__(self) -> None:
         self._open: dict[ChunkId, int] = {}  # files without an outcome

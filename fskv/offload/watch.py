@@ -48,7 +48,7 @@ class Watch:
             self._health.start()
 
     def note(self, news: News) -> None:
-        """Take what movers have told of themselves and of their loads."""
+        """Take a mover's unhealthy conditions and failed loads."""
         if news.unhealthy:
             self._unhealthy_movers = self._unhealthy_movers | news.unhealthy
         num_corrupt = sum(status is Status.CORRUPT for status in news.failed_loads.values())
@@ -57,7 +57,7 @@ class Watch:
             self._corrupt_at = time.monotonic()
 
     def read(self) -> tuple[dict[tuple[Metric, str], float], dict[Gauge, float]]:
-        """Return what was counted since the last call, and the gauges that have changed."""
+        """Return the counts since the last call, and the gauges that have changed."""
         counters = self._lookup.counters
         for metric, total in self._totals().items():
             counters.add(metric, total - self._counted.get(metric, 0))
@@ -72,7 +72,7 @@ class Watch:
             self._health.close()
 
     def _totals(self) -> dict[Metric, int]:
-        """Return what others count since the start."""
+        """Return the sums since the start that other parts count."""
         totals = {metrics.BREAKER_OPENINGS: self._lookup.breaker.num_openings}
         if self._lookup.capacity is not None:
             totals[metrics.MAINTENANCE_RESTARTS] = self._lookup.capacity.num_restarts
@@ -100,13 +100,13 @@ class Watch:
         return shown
 
     def _breaker_open(self) -> bool:
-        """Return whether the lookup's own breaker is open, or a mover's by what it has told last."""
+        """Return whether the lookup's own breaker is open, or a mover's by its last report."""
         return self._lookup.breaker.open or any(
             _BREAKER in unhealthy for unhealthy in self._unhealthy_movers.values()
         )
 
     def _unhealthy(self) -> dict[str, str]:
-        """Return a sentence for each condition that is not as it should be."""
+        """Return a sentence for each unhealthy condition."""
         unhealthy: dict[str, str] = {}
         for _, conditions in sorted(self._unhealthy_movers.items(), reverse=True):
             unhealthy |= conditions  # of several that of the first rank
@@ -140,7 +140,7 @@ class Watch:
 
 
 def root_gauges(state: RootState) -> dict[Gauge, float]:
-    """Return what the maintenance process last said."""
+    """Return the last values of the maintenance process."""
     shown: dict[Gauge, float] = {
         metrics.ROOT_BYTES: float(state.nbytes),
         metrics.ROOT_FREE_BYTES: float(state.free),

@@ -63,7 +63,7 @@ def _is_link(name: str, fd: int) -> bool:
 
 @contextlib.contextmanager
 def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Yield what `open_directory` opens."""
+    """Yield the descriptor of `open_directory`."""
     fd = open_directory(root, path, flags)
     try:
         yield fd
@@ -74,7 +74,7 @@ def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextlib.contextmanager
 def named(path: str) -> Iterator[None]:
-    """Have an OSError name `path`, not what was opened relative to a descriptor."""
+    """Let an OSError name `path` instead of a name relative to a descriptor."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def make_directory(path: str, mode: int, root: str | None = None) -> bool:
 
 
 def move_aside(path: str, aside: str, root: str) -> bool:
-    """Rename what stands at `path` and is no directory to the name `aside` beside it; False: a directory.
+    """Rename an entry at `path` that is no directory to the name `aside` beside it; False: a directory.
 
     A directory that another process makes there at this moment is put back.
     """
@@ -134,7 +134,8 @@ def _is_directory(name: str, fd: int) -> bool:
 
 
 def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
-    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
+    """Give a file that root has just made to the owner of its directory: else no engine of that user can read
+    it.
 
     Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
     """

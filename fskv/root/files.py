@@ -70,7 +70,7 @@ def regular_file(
 
 
 def read_small(path: str, most_nbytes: int, *, follow: bool = False) -> bytes:
-    """Return what a regular file holds; UnfitFileError where that is more. See `regular_file`."""
+    """Return the content of a regular file; UnfitFileError where that is more. See `regular_file`."""
     with regular_file(path, follow=follow) as file:
         content = file.read(most_nbytes + 1)
     if len(content) > most_nbytes:

@@ -1,4 +1,4 @@
-"""The root directory and its namespaces: what makes a directory fskv's, and for whom.
+"""The root directory and its namespaces: their files, their modes and their owners.
 
 `Root.open` refuses everything that does not look right, because a wrong root is noticed at
 start-up or never: the root itself is not created, so that a mount that is missing is not taken
@@ -338,7 +338,7 @@ def _format_of(content: bytes) -> int | None:
 
 
 def read_manifest(namespace_path: str) -> Identity:
-    """Return what a namespace's manifest says, for tools; engines compare it (`Root.open_namespace`).
+    """Return the identity in a namespace's manifest, for tools; engines compare it (`Root.open_namespace`).
 
     Raises RootError where it is missing or unreadable, IdentityMismatch where it is no identity.
     """
@@ -411,7 +411,7 @@ def _os_errors_as_root_errors(path: str) -> Iterator[None]:
 
 
 def _who_may(path: str) -> str:
-    """Return owner and mode of the nearest thing on a path that can be looked at, and who asks."""
+    """Return owner and mode of the nearest visible entry on a path, and the ids of this process."""
     while True:
         try:
             info = os.stat(path)

@@ -183,7 +183,7 @@ class OpenFile:
         return bytes(start)
 
     def is_there(self) -> bool:
-        """Whether its name is still that of this very file. It is open: its inode cannot be another's."""
+        """Return whether the name is still that of this open file, whose inode cannot be another's."""
         try:
             now = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
         except OSError:

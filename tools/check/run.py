@@ -51,7 +51,7 @@ class Bad(FileOf):
 
     @property
     def is_sure(self) -> bool:
-        """Whether it may be removed: corrupt or stale, and no other file's or manifest's fault."""
+        """True if it may be removed: corrupt or stale, and no other file's or manifest's fault."""
         is_stale = self.finding is Finding.STALE and self.namespace.identity is not None
         return self.info is not None and (self.finding is Finding.CORRUPT or is_stale)
 

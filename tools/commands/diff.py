@@ -74,7 +74,7 @@ def command(
 
 
 def _two_models(found: list[Reason]) -> bool:
-    """Whether both the name and the weights differ: no option makes other KV of a model's KV."""
+    """Return whether both the name and the weights differ: no option makes other KV of a model's KV."""
     return {"model_name", "weights"} <= {reason.field for reason in found}
 
 

@@ -91,7 +91,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_flag(option: str) -> bool:
-    """Whether an option takes no value, of those that are judged."""
+    """Return whether an option takes no value, of those that are judged."""
     return _bare(option) in _FLAGS
 
 

@@ -87,7 +87,7 @@ class Frame:
 
     @property
     def partial(self) -> bool:
-        """Whether the root did not answer, or something in it could not be read or listed."""
+        """True if the root did not answer, or something in it could not be read or listed."""
         seen = self.survey
         failed = self.problem or self.no_answer_s
         return seen is None or bool(failed or seen.problem or seen.unlistable)

@@ -235,7 +235,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[Any]:
-        """Yield the thread's own stream; what runs on it is over afterwards, come what may."""
+        """Yield the thread's own stream; its work is over afterwards, also after an exception."""
         import torch
 
         stream = getattr(self._local, "stream", None)

@@ -68,7 +68,7 @@ def check_arguments(arguments: Sequence[str], task_s: float) -> None:
 
 
 def _ttls(found: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Return what locks are said to last, in seconds, and where."""
+    """Return the configured lifetimes of locks in seconds, and their source."""
     with contextlib.suppress(ValueError):
         for name in _TTLS:
             if (value := getattr(found, name)) is not None:

@@ -44,7 +44,7 @@ class Admission:
                 setattr(requests[req_id], _FAILED, True)
 
     def steps_aside(self, request: Request) -> bool:
-        """A request without blocks asks what could be loaded; say whether it is to ask again instead."""
+        """Return whether a request without blocks must wait and ask for its loads again."""
         if self._scheduler is None:
             self._scheduler = reserving_scheduler()
             if self._scheduler is None:

@@ -1,4 +1,4 @@
-"""Which chunk files a rank has, and where in its KV tensors their pages are.
+"""The chunk files of a rank, and the places of their pages in its KV tensors.
 
 Without `canonical_layout` a rank has one file per chunk, with all of its pages. With it, the canonical page
 of a layer (vLLM's canonical_mapping: the block as it is without parallelism, all KV heads) is cut into equal
@@ -52,7 +52,7 @@ class WorkerFiles:
     writer_index: int = 0
 
     def writes(self, key_hash: bytes) -> bool:
-        """Whether this rank writes the chunk's files; of those that have the same bytes exactly one does."""
+        """Return whether this rank writes the chunk's files; exactly one rank with the same bytes does."""
         return int.from_bytes(key_hash[-8:], "big") % self.num_writers == self.writer_index
 
 
@@ -61,7 +61,7 @@ def file_layouts(
     layouts: Sequence[GroupLayout],
     in_page: Mapping[str, Json] = MappingProxyType({}),
 ) -> dict[int, FileLayout]:
-    """Return what a chunk's files look like, by group index; equal slices of the same pages are all alike.
+    """Return the layout of a chunk's files, by group index; equal slices of the same pages are all alike.
 
     `in_page` is how pages are laid out inside where the namespace does not say it, by group.
     """

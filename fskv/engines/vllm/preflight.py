@@ -54,7 +54,7 @@ def check_root(config: StoreConfig) -> None:
 
 
 def _runs_here(parallel: Any) -> bool:
-    """Whether all of the engine runs on this node: another one's mounts are not seen from here."""
+    """Return whether all of the engine runs on this node: another one's mounts are not seen from here."""
     size = getattr(parallel, "data_parallel_size", 1)
     return (
         getattr(parallel, "nnodes", 1) == 1

@@ -122,7 +122,7 @@ class FskvMultiConnector(MultiConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask all children, in every step: asking is what makes them look, and prepare for new blocks."""
+        """Ask all children, in every step: each then looks, and prepares for new blocks."""
         req_id = request.request_id
         for table in (self._requests_to_connector, self._given_up):
             table.pop(req_id, None)
@@ -152,7 +152,7 @@ class FskvMultiConnector(MultiConnector):
         return tokens, is_async
 
     def _is_worth_waiting(self, req_id: str, silent: Sequence[int], *, has_other: bool) -> bool:
-        """Whether a request still waits for children that are silent.
+        """Return whether a request still waits for children that are silent.
 
         Where no other has a token, one of ours is waited for as it asks: it ends that wait itself.
         """
@@ -167,7 +167,7 @@ class FskvMultiConnector(MultiConnector):
     def _value(
         self, idx: int, request: Request, num_computed: int, tokens: int | None
     ) -> tuple[bool, float]:
-        """Return what a child is worth for a request; of one that is silent, what it could be worth at most.
+        """Return the worth of a child for a request; of a silent one, the most that it could be worth.
 
         A child whose load of this request has failed comes after all others.
         """

@@ -196,7 +196,7 @@ class FskvTier(SecondaryTierManager):
         return result
 
     def _may_load(self, chunk: ChunkId, req_id: str) -> bool:
-        """Whether a hit may be answered as one; vLLM then gives the chunk a row at once.
+        """Return whether a hit may be answered as one; vLLM then gives the chunk a row at once.
 
         A hit of more chunks than there are rows would never come to an end: what is loaded last takes the
         rows of what was loaded first, vLLM defers the request, and next time asks for the first again.
@@ -269,7 +269,7 @@ class FskvTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
+        """Free all rows and reset: vLLM 0.32 calls this when it resets the connector's cache.
 
         Loads are given up. Stores are copied to staging as far as that reaches and go on from there, unless
         the weights are in doubt from now on. Waits for memory copies, never for a disk.

@@ -1,4 +1,4 @@
-"""What FskvTier must know of the engine's workers: the identity of their KV and where it lies in a row.
+"""The facts that FskvTier needs of the engine's workers: the identity of their KV, and its places in a row.
 
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
@@ -182,7 +182,7 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
 def _check_offered(
     vllm_config: Any, spec: OffloadingSpec, groups: Sequence[EngineGroup], config: StoreConfig
 ) -> None:
-    """Raise ConfigError where vLLM's tiering does not tell a tier what it would need to be safe."""
+    """Raise ConfigError if vLLM's tiering does not tell a tier the facts that it needs to be safe."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.world_size != parallel.tensor_parallel_size:
         raise ConfigError(
@@ -230,7 +230,7 @@ def placements_of(files: WorkerFiles) -> dict[int | None, tuple[Placement, ...]]
 
 
 def fit(placements: Sequence[Placement], row_nbytes: int) -> bool:
-    """Whether the pages of a chunk's files lie in a row, each in a place of its own."""
+    """Return whether the pages of a chunk's files lie in a row, each in a place of its own."""
     spans = [span for placement in placements for span in plan_row(placement).spans]
     starts = sorted((span.tensor_offset, span.nbytes) for span in spans)
     return all(
