@@ -84,7 +84,9 @@ def _paragraphs(docstring: str) -> str:
 
 
 class _Group(TyperGroup):
-    """Loads a command when it is used, and turns what it raises into a sentence and an exit code."""
+    """The group of commands: loads a command on use, and turns its exceptions into a sentence and an exit
+    code.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_BY_NAME)
@@ -136,7 +138,7 @@ class _Group(TyperGroup):
 
 
 def _words(error: Exception) -> str:
-    """Return what an error says, without the number that the system has for it."""
+    """Return the words of an error, without the system's number for it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error).removeprefix("option 'root': ") or type(error).__name__

@@ -1,4 +1,4 @@
-"""How a command ends: the exit codes, and the one exception that carries one.
+"""The end of a command: the exit codes, and the one exception that carries one.
 
 CommandError
 ├── UsageError     2   an argument makes no sense, or a confirmation could not be asked for
@@ -35,7 +35,7 @@ MEANINGS = {
 
 
 def outcome(*, problems: object, partial: object) -> Exit:
-    """Return how a command ends that has done its work: the worse of what it has met."""
+    """Return the exit code of a finished command: the worse of problems and missing parts."""
     return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: exit 130, one word and no traceback; what was begun is finished or taken back.
+"""Ctrl-C at any moment: exit 130, one word and no traceback; work in hand is finished or taken back.
 
 SIGTERM and SIGHUP do the same, with 143 and 129.
 

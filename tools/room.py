@@ -1,4 +1,4 @@
-"""What may still be written to a root: each bound that holds there, and what is left of it.
+"""The room left in a root: each bound in force, and the bytes left below it.
 
 What is in use is what the leader has published. An engine stores first and is pruned for; it stores nothing
 where the root is 2 % above a bound, or where half of what must stay free is gone (fskv.bounds.client).
@@ -75,7 +75,7 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
 
 
 def chunk_nbytes(files: Iterable[GroupFiles]) -> int:
-    """Return the bytes of the largest chunk, with the files of all ranks; 0: nobody can tell."""
+    """Return the bytes of the largest chunk, with the files of all ranks; 0: unknown."""
     return max((len(one.ranks) * (one.file_nbytes or 0) for one in files), default=0)
 
 

@@ -96,7 +96,7 @@ class Namespace:
         return self.identity.tenant if self.identity else None
 
     def walk(self) -> Iterator[Shard | Unlistable]:
-        """Walk the directories of chunks in order; what cannot be listed is one of the results."""
+        """Walk the directories of chunks in order; an unlistable one is one of the results."""
         import asyncio
 
         from fskv.index.scan import walk
@@ -118,7 +118,7 @@ class Namespace:
                 runner.close()
 
     def listed(self, row: _Counted) -> Iterator[Shard]:
-        """As `walk`; what cannot be listed is said and counted in `row`."""
+        """Walk the directories of chunks; an unlistable one is said and counted in `row`."""
         for found in self.walk():
             if isinstance(found, Unlistable):
                 row.unlistable += 1

@@ -37,7 +37,7 @@ _LEAVE_S = 10.0  # for the heartbeat and the lease; the root does not answer the
 
 
 class _Said(logging.Handler):
-    """Shows what fskv.bounds.maintenance logs as the rest: names from a disk are in it."""
+    """Prints the log of fskv.bounds.maintenance as other output: it has names from a disk."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage().removeprefix("fskv: "))
@@ -90,7 +90,7 @@ class Watcher:
             raise CommandError(f"ended: {self._failure!r}")
 
     def _wait(self, thread: threading.Thread, stop: threading.Event) -> None:
-        """Wait for a signal, and say who counts and prunes when that changes."""
+        """Wait for a signal, and name the leader when it changes."""
         held = None
         while not stop.wait(0.2) and thread.is_alive():
             seen = self._seen

@@ -204,8 +204,8 @@ class ChunkStore(Generic[SlotT]):
         )
 
     def touch(self, file_id: FileId, use: Use | None = None, *, fresh: bool = False) -> None:
-        """Set a chunk's mtime, its "last used", to now or to a use; if that is not allowed the chunk is
-        pruned earlier.
+        """Set a chunk's mtime, its "last used", to now or to a use; without permission the chunk is pruned
+        earlier.
 
         `fresh`: it was written just now.
         """

@@ -43,7 +43,7 @@ LINES = {
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts outcomes, and says what is wrong as it comes."""
+    """Counts outcomes, and prints each problem as it comes."""
 
     as_json: bool
     newer_ns: int  # files that were used last before that stay
@@ -139,7 +139,7 @@ def _nbytes(one: Namespace) -> int:
 
 
 def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:
-    """Say what was done, and how to go on where it was not all."""
+    """Print the sums, and the next step after an incomplete copy."""
     files, nbytes = tally.files, tally.stored_nbytes
     if room.refusal is not None:
         say(f"stopped: {room.refusal}")

@@ -1,4 +1,4 @@
-"""`fskv doctor`: a machine, a mount and a root, and what to do about them."""
+"""`fskv doctor`: checks of a machine, a mount and a root, with remedies."""
 
 from __future__ import annotations
 

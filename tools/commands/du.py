@@ -1,4 +1,4 @@
-"""`fskv du`: what takes how much room."""
+"""`fskv du`: disk usage."""
 
 from __future__ import annotations
 

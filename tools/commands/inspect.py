@@ -1,4 +1,4 @@
-"""`fskv inspect`: what a chunk file says of itself, and whether it is true."""
+"""`fskv inspect`: the header, rows and spans of a chunk file, judged."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Form(StrEnum):
 
 @dataclass(slots=True)
 class _Row:
-    """A namespace, and what is in it."""
+    """A namespace, with its counts."""
 
     namespace: Namespace
     chunks: int = 0
@@ -176,7 +176,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is listed, and in which order."""
+    """The filter and the order of a listing."""
 
     sort: Sort | None
     limit: int | None
@@ -201,7 +201,7 @@ class _Query:
 
 @dataclass(slots=True)
 class _Total:
-    """Walks namespaces, and counts what is shown of them."""
+    """Walks namespaces, and counts the listed ones."""
 
     chunks: int = 0
     files: int = 0

@@ -1,4 +1,4 @@
-"""`fskv plan`: what a model's KV takes on disk, and from which rate of storage on loading it is faster."""
+"""`fskv plan`: the disk usage of a model's KV, and the storage rate above which loading it is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fskv prune`: remove what was used least recently and what nobody needs, once or for as long as it runs."""
+"""`fskv prune`: removes garbage and the least recently used chunks, once or for as long as it runs."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _limits(
 
 
 def _check_keep_free(view: RootView, limits: Limits) -> None:
-    """Refuse to keep free what the file system does not have: everything would go for it."""
+    """Refuse to keep more free than the file system has: everything would go for it."""
     total = Space.of(view.path).total_nbytes
     if not isinstance(limits.keep_free, Share) and 0 < total <= limits.keep_free:
         found = iec(limits.keep_free)
@@ -208,7 +208,7 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
 
 @dataclass(slots=True)
 class _Prune:
-    """One prune: look, show what would go, ask, remove, and sum up."""
+    """One prune: look, show the plan, ask, remove, and sum up."""
 
     plan: Plan
     has_target: bool
@@ -270,7 +270,7 @@ class _Prune:
         return bool(done.failures or unseen or self.plan.unlistable or reached is False)
 
     def _look(self) -> None:
-        """Walk once: take all chunk files, and find what nobody needs."""
+        """Walk once: take all chunk files, and find orphaned parts."""
         for one in self.plan.catalogues:
             if one.problem is not None:
                 say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
@@ -290,7 +290,7 @@ class _Prune:
         return orphaned(self.plan.ours, now_ns, GRACE_S, self.plan.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
-        """Print what would go; returns files and bytes."""
+        """Print the plan; returns files and bytes."""
         numbers = ("FILES", "SIZE")
         table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
         for one, part in found:

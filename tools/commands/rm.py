@@ -173,7 +173,7 @@ def _remove(plan: Plan, stop: threading.Event, *, as_json: bool) -> Tally:
 def _removed(
     one: Namespace, known: Catalogue, news: News, stop: threading.Event
 ) -> Iterator[Outcome]:
-    """Remove all of a namespace that is fskv's, tell engines, and name what stays.
+    """Remove fskv's files of a namespace, tell engines, and name the entries that stay.
 
     The root is valid at any moment: chunk files and parts go first, then the empty directories, and the
     manifest only once nothing else is left.
@@ -222,7 +222,7 @@ def _remove_files(
 
 
 def _left(one: Namespace) -> Iterator[Outcome]:
-    """Name what is left: what fskv did not make, or what came meanwhile. No link is followed."""
+    """Name the entries that are left: foreign ones, or new ones. No link is followed."""
     with Place(one.root, one.path, os.O_RDONLY) as place:
         for where, below, names, fd in [] if place.error else os.fwalk(".", dir_fd=place.fd):
             path = os.path.normpath(f"{one.path}/{where}")

@@ -1,4 +1,4 @@
-"""`fskv verify`: are the files of a root what they say they are?"""
+"""`fskv verify`: checks of names, headers and data of a root's files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def command(
 
 
 def _verify(run: Run, output: _Output, num_namespaces: int) -> list[Bad]:
-    """Judge all, and tell of what is bad as it is found."""
+    """Judge all files, and print each bad one when it is found."""
     bad = []
     with (
         walk_progress("verifying", num_namespaces) as seen,

@@ -1,4 +1,4 @@
-"""Draws a `Frame` with rich: what is off, how full the root is, who works, what hits, and what is there."""
+"""Draws a `Frame` with rich: faults, room, engines, hits and content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = Tru
 
 
 def rate(value: float | None) -> str:
-    """Write bytes a second; a dash where nobody knows yet."""
+    """Write bytes a second; a dash if they are unknown."""
     if value is None:
         return "-"
     return "0" if abs(value) < 0.5 else f"{iec(value)}/s"
@@ -61,7 +61,7 @@ def share(value: float | None) -> str:
 
 
 def _head(frame: Frame) -> RenderableType:
-    """Return the root and the time, its size and what moves."""
+    """Return the root and the time, its size and its rates."""
     grid, seen = Table.grid(expand=True, padding=(0, 1)), frame.survey
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(justify="right", no_wrap=True)
@@ -82,7 +82,7 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _complaints(frame: Frame, rows: int | None) -> list[RenderableType]:
-    """Say in a line each what is not as it should be; on a live screen no line is broken."""
+    """Write each condition in a line; on a live screen no line is broken."""
     found: list[tuple[str, str]] = []
     if frame.no_answer_s:
         found.append(("bad", f"no answer from the root for {duration(frame.no_answer_s)}"))
@@ -178,7 +178,7 @@ def _table(*titles: str) -> Table:
 
 
 def _shown(table: Table, items: Sequence[Any], rows: int | None) -> Sequence[Any]:
-    """Return what is shown of `items`; below it stands how many are not."""
+    """Return the visible part of `items`; below it stands the number of the others."""
     if rows is None or len(items) <= rows:
         return items
     table.caption, table.caption_justify = f"and {len(items) - rows + 1:,} more", "left"
