@@ -23,7 +23,7 @@ MIB = 1 << 20
 # that answer late. docs/benchmarks.md, "How many threads".
 LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
-# What the option `trust` may hold.
+# The values of the option `trust`.
 TRUSTED = ("lora", "media")
 
 # Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it is those.

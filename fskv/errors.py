@@ -14,9 +14,9 @@ FskvError
         ├── Denied       EACCES, EPERM, EROFS
         └── NoSpace      ENOSPC, EDQUOT, or no inode left
 
-Bugs and configuration raise. What a disk may do ends as a `Status` at the edge of
-the store: `ChunkError.status` is the one place where a class becomes a Status, and
-`chunk_error_from_os` the one place where an errno becomes a class.
+Bugs and configuration raise. Faults of a disk end as a `Status` at the edge of the store: `ChunkError.status`
+is the one place where a class becomes a Status, and `chunk_error_from_os` the one place where an errno
+becomes a class.
 """
 
 from __future__ import annotations

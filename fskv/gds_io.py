@@ -246,7 +246,7 @@ class GdsTransport:
 
 # --- errors -----------------------------------------------------------------------------------
 
-# What kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
+# Errors that kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
 FAILURES = (RuntimeError, OSError, MemoryError)
 
 # "POSIX error on pwrite: No space left on device": the C library's own words end the message. EPERM is not

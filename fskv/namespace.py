@@ -40,7 +40,7 @@ _MAX_INT = 1 << 256  # int -> str is refused by Python above 4300 digits; no con
 _MAX_MODEL_NBYTES = 120  # + "@" + 16 hex: well under the 255-byte limit of a name
 _MAX_ARCH_NBYTES = 40
 _MAX_INDEX = 999_999  # group and rank in a chunk name: at most 6 digits
-# What a chunk file's name and header can hold: all else would be refused by every reader (docs/format.md).
+# The limits of a chunk file's name and header: readers refuse all else (docs/format.md).
 _BOUNDS = {
     "blocks_per_chunk": (1, 1 << 31),
     "group_idx": (0, _MAX_INDEX),

@@ -201,7 +201,7 @@ def main() -> None:
         if not isinstance(ended, OSError):
             raise
         say(f"fskv: output: {_words(ended)}")  # of the help, or of what was left in the buffer
-        # What is left in the buffer has nobody to read it; Python would complain at exit.
+        # The rest of the buffer has no reader; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.PROBLEMS)
 

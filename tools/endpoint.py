@@ -206,7 +206,7 @@ def read(text: str, at_s: float) -> Sample:
     """Read an answer in Prometheus' text format. Raises NoMetrics where it is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    # What is not shown is left out before it is parsed: a thousandth of the work for garbage.
+    # Lines that are not shown are left out before the parser: a thousandth of the work for garbage.
     lines = "\n".join(match[0] for match in _LINE.finditer(text)) + "\n"
     if not lines.strip() and "# TYPE " not in text:
         raise NoMetrics("its answer is no metrics")

@@ -25,7 +25,7 @@ _asked = 0  # the number of the signal that came first
 
 
 def arm() -> None:
-    """Let a signal raise KeyboardInterrupt from now on, once. What our parent ignores stays ignored."""
+    """Let a signal raise KeyboardInterrupt from now on, once. Signals that our parent ignores are ignored."""
     _replace(leave, _raise)
 
 

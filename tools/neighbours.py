@@ -1,9 +1,9 @@
 """The others on a root: the file system's clock, living engines, and their news of removed chunks.
 
-A command that removes files takes no lease: that of a living engine's maintenance process cannot be had, and
-is not needed. What we remove makes the leader's sums too high until its next walk, and too high is the side
-on which every bound holds. What the leader removes at the same time has vanished when we come to it, and
-counts for our plan as freed (fskv.bounds.evict), as ours does for its plan; so nothing is removed twice over.
+A command that removes files takes no lease: a living engine's maintenance process holds it, and none is
+needed. Our removals make the leader's sums too high until its next walk; every bound holds with sums that are
+too high. Files that the leader removes at the same time count for our plan as freed (fskv.bounds.evict), and
+ours for its plan, so no room is freed twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The room left in a root: each bound in force, and the bytes left below it.
 
-What is in use is what the leader has published. An engine stores first and is pruned for; it stores nothing
-where the root is 2 % above a bound, or where half of what must stay free is gone (fskv.bounds.client).
+The bytes in use are those that the leader has published. An engine stores first, and the leader prunes. An
+engine stores nothing if the root is 2 % above a bound, or half of `keep_free` is gone (fskv.bounds.client).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 @dataclass(frozen=True)
 class Namespace:
-    """One namespace directory. What is in it is read when asked for."""
+    """One namespace directory; its content is read on demand."""
 
     root: str
     arch: str

@@ -275,7 +275,7 @@ def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
         pruned.vanished_nbytes += remembered
     elif found.fate is Fate.GOES and found.info is not None:
         pruned.num_files += 1
-        # What it was counted for may be more than its blocks: not all are counted yet, or were compressed.
+        # Its count may be more than its blocks: some are not counted yet, or compressed.
         pruned.nbytes += max(block_nbytes(found.info), min(length(found.info), remembered))
     else:
         error = OSError(errno.EPERM, "not a regular file any more", found.path)
@@ -286,8 +286,8 @@ def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
 def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str) -> int:
     """Remove orphaned parts of these namespaces and of the root itself; returns their number.
 
-    `now_ns` is the file system's own clock. What lies beside chunks is looked for where a catalogue has seen
-    it, and taken out of the catalogue. Raises OSError where the root is not there.
+    `now_ns` is the file system's own clock. Only parts that a catalogue has seen are looked for beside
+    chunks; they are taken out of the catalogue. Raises OSError if the root is away.
     """
     removed, told = 0, False
     for found in orphaned(catalogues, now_ns, grace_s, root):

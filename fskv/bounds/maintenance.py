@@ -203,8 +203,8 @@ class Maintainer:
     async def make_room(self) -> None:
         """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
 
-        Without the lease, since two who do this at once only remove more than was needed. Who has no
-        namespace takes it from all.
+        It needs no lease: two processes that do this at once remove only too much. A watcher, which has no
+        namespace, takes it from all.
         """
         if time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return

@@ -76,7 +76,7 @@ async def serve(engine: int | None = None) -> None:
     `engine` is the id of its process.
     """
     loop = asyncio.get_running_loop()
-    # Who stops a whole service sends this to all of its processes: we end after the engine.
+    # The stop of a whole service sends this to all of its processes: we end after the engine.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     gone: asyncio.Future[None] = loop.create_future()

@@ -427,7 +427,7 @@ class JobRunner(Generic[SlotT]):
     def _abandon(self, job: Job, status: Status) -> None:
         """Free the pages of the job's files; those that are not free yet end with `status`.
 
-        What becomes of a store that a thread has, the thread will tell.
+        A thread reports the end of its own store.
         """
         moving = [task for task in job.tasks if task.stage is Stage.MOVING]
         answered = {task for task in moving if task.transfer and task.transfer.state in _ANSWERED}

@@ -91,7 +91,7 @@ def _append(starts: array[int], ends: array[int], begin: int, end: int) -> None:
 def _looks(begin: int, end: int) -> Iterator[_Range]:
     """Yield a tensor's start and middle, or all of a small one; of a large one its end too.
 
-    Who trains only new tokens changes the last rows of an embedding.
+    Training of new tokens alone changes the last rows of an embedding.
     """
     if end - begin <= _WHOLE_NBYTES:
         yield begin, end

@@ -16,8 +16,8 @@ token ids only (`*.jinja`), what no engine loads (`*.onnx`, `*.h5`, `*.msgpack`)
 begin with a dot, `__pycache__`, folders that may not be listed, and all other files: a log that is written
 beside the weights would make other weights of them at every start.
 
-What it cannot see: a change confined to bytes that are not sampled, and files of other names that code opens.
-The option `weights_id`, a name of the user's own, is for those who edit single values inside tensors.
+It cannot see a change confined to bytes that are not sampled, nor files of other names that code opens. The
+option `weights_id`, a name of the user's own, is for those who edit single values inside tensors.
 
 Never part of it: absolute paths, mtimes, the order of a listing. Two copies of a directory on two nodes
 agree. Every file is untrusted: sizes are checked before anything is allocated, names that stand in files are

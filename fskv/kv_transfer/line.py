@@ -249,7 +249,7 @@ LESS = (
         "add --shutdown-timeout 10",
     ),
 )
-# What is read of a line.
+# The settings that are read of a line.
 SETTINGS = (
     *{row.setting for row in (*REFUSED, *LESS)},
     *("kv_offloading_backend", "quantization", "block_size"),

@@ -26,12 +26,12 @@ _ONLY_UNDER_VLLMS = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
     *("MoRIIOConnector", "MooncakeConnector", "HiSparseConnector"),
 )
-# What takes KV from another engine's memory, unless it is said to give only.
+# Connectors that take KV from another engine's memory, unless their role is to give only.
 _FROM_ENGINES = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
     *("MoRIIOConnector", "MooncakeConnector", "P2pNcclConnector"),
 )
-# What keeps KV of this engine in this engine's memory, and what it may be made of.
+# Connectors that keep KV of this engine in its memory, and the specs that they may have.
 _OF_THE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SPECS = (None, "CPUOffloadingSpec", "TieringOffloadingSpec")
 _GROUPS = ("MultiConnector", OURS_MULTI)  # connectors around others
@@ -161,10 +161,10 @@ def check_roots(
 def check_stored(children: Sequence[Any]) -> None:
     """Refuse to store unchecked KV; `children` are connectors as they were written.
 
-    What another connector loads serves other requests, too, by vLLM's own prefix cache, so it cannot be told
-    from what was computed. An engine whose KV is fetched frees its blocks when that took too long, and uses
-    them again; who fetches them then is not told (vLLM 0.32). Files and services of others check nothing that
-    fskv could rely on. Raises ConfigError.
+    KV that another connector loads serves other requests, too, by vLLM's own prefix cache, so fskv cannot
+    tell it from computed KV. An engine whose KV is fetched frees its blocks after a time, and uses them
+    again; a late reader is not told (vLLM 0.32). Files and services of others have no checks that fskv could
+    rely on. Raises ConfigError.
     """
     parts = list(_parts(children, "connectors"))
     for unchecked in (each for _, each, _ in parts if each is not None):

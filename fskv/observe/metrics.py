@@ -96,7 +96,7 @@ STORES_SKIPPED = Metric(
     "reason",
     values=("skipped", "capacity", "no_space", "breaker", "io_error", "timed_out", "denied"),
 )
-# What requests asked for, and what hits brought.
+# Requests, and the gains of hits.
 REQUESTS = Metric(
     "fskv_requests",
     "counter",
@@ -212,7 +212,7 @@ NAMESPACE_INFO = Metric(
     "namespace",
 )
 
-# What the process that maintains the root says of it; counts are of the present holder of the lease.
+# Values of the maintenance process; counts are of the present holder of the lease.
 ROOT_BYTES = Metric(
     "fskv_root_bytes",
     "gauge",
@@ -297,7 +297,7 @@ MAINTENANCE_RESTARTS = Metric(
     "Restarts of the maintenance process, failed attempts included.",
 )
 
-# What the scheduler counts, what deciding between load and recompute does, and what the workers do.
+# Counters of the scheduler, of the choice between load and recompute, and of the workers.
 SCHEDULER_COUNTERS = (LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS)
 BUDGET_COUNTERS = (
     *(REQUESTS, LOADED_REQUESTS, LOADED_TOKENS, SAVED_SECONDS, DECLINED_TOKENS, CUT_LOADS),

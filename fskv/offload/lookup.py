@@ -91,7 +91,7 @@ class Lookup:
         # From `attach` on, unless others maintain the root: who only loads writes nothing there.
         self.capacity: Capacity | None = None
         self.stopped = False  # for good: nothing is found, nothing is stored
-        # Who stores has made the root; who only loads may be there before somebody has.
+        # An engine that stores has made the root; one that only loads may be there before.
         self._has_root = config.store
         self._files: Sequence[RankFiles] = ()
         self._num_movers = 0

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # KV memory: int8 (blocks, bytes of a page or more), or blocks without gaps.
 Memory: TypeAlias = "torch.Tensor | memoryview"
 
-# What is still being written when the engine stops may take this long; then it is left.
+# Running stores may take this long when the engine stops; then they are left.
 _CLOSE_S = 5.0
 # A worker begins without knowing how long the mount takes to answer, if that is longer than this.
 _ANSWER_S = 5.0
@@ -211,8 +211,8 @@ class Mover:
     def store(self, job_id: int, files: Sequence[FileMove], ready: Ready | None = None) -> None:
         """Begin to store files, all of a chunk's that this mover has; the pages are free when it is reported.
 
-        `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
-        fit into the queue is skipped.
+        `ready` is an event of the stream that fills the pages, or None when they are complete. Files beyond
+        the queue's limit are skipped.
         """
         if self._stopped or not self._writable:
             for move in files:
@@ -233,8 +233,8 @@ class Mover:
     ) -> None:
         """Begin to load files; when it is reported, its pages are complete or `JobResult.bad` says which not.
 
-        `ready` is an event of the stream that used the pages before, or None. What is `refused` fails, and no
-        page of it is written.
+        `ready` is an event of the stream that used the pages before, or None. A `refused` job fails, and none
+        of its pages is written.
         """
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)

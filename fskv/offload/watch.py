@@ -22,9 +22,10 @@ _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 
 
 class Watch:
-    """Belongs to the scheduler's thread; `_unhealthy` is called on that of the health file and only reads.
+    """The metrics and the health file of a scheduler.
 
-    Whoever made it assigns `namespace`, `in_doubt` and `off` as they become known.
+    Its owner, on the scheduler's thread, assigns `namespace`, `in_doubt` and `off` as they become known. The
+    health file's thread calls `_unhealthy`, which only reads.
     """
 
     def __init__(self, config: StoreConfig, lookup: Lookup, engine_rank: int) -> None:
@@ -94,7 +95,7 @@ class Watch:
             shown[metrics.STORES_PAUSED] = float(self._lookup.capacity.paused)
             shown[metrics.MAINTENANCE_UP] = float(self._lookup.capacity.up)
         for gauge in self._shown.keys() - shown.keys():
-            # Whoever declared it is gone, and a gauge keeps its last value.
+            # The engine that declared it is gone, and a gauge keeps its last value.
             if isinstance(gauge, tuple) and gauge[0] in _BOUNDS:
                 shown[gauge] = math.inf
         return shown

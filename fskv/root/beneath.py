@@ -134,15 +134,14 @@ def _is_directory(name: str, fd: int) -> bool:
 
 
 def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
-    """Give a file that root has just made to the owner of its directory: else no engine of that user can read
-    it.
+    """Give a file that root has just made to the owner of its directory, whose engines must read it.
 
-    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
+    A process of another user changes nothing. An owner that cannot be changed is no error.
     """
     if os.geteuid() != 0:
         return
     with contextlib.suppress(OSError):
         parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
-        # What is not root's is not ours: somebody has put it in the place of what we made.
+        # Only root's file is ours: another one was put in its place.
         if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
             os.fchown(fd, parent.st_uid, parent.st_gid)

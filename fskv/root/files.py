@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_NBYTES = 1 << 20
-# What file systems without hard links answer to link(): FAT, some SMB and object-store mounts.
+# Answers to link() of file systems without hard links: FAT, some SMB and object-store mounts.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
 
 

@@ -88,9 +88,9 @@ def bytes_on_disk(info: os.stat_result) -> int:
 def counting_device(directory: int, name: str) -> int | None:
     """Return the `st_dev` of a file system that counts the blocks of a file as it is written, else None.
 
-    There a file without blocks takes no room. `directory` is a descriptor; `name` is free in it, and used
-    where a file needs one. What is tried is written here: random bytes, in a file that no other process can
-    open. Raises OSError where nothing can be written.
+    There a file without blocks takes no room. `directory` is a descriptor; `name` is free in it, and used if
+    a file needs one. The probe writes random bytes into a file that no other process can open. Raises OSError
+    if it cannot write.
     """
     fd = _nameless(directory, name)
     try:

@@ -116,7 +116,7 @@ class Rates:
 class Contestant:
     """One path to the disk, with one number of threads, for chunks of one size.
 
-    What it wrote in a round it removes.
+    It removes its files of a round.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _BESIDE = 130  # columns from which one panel is beside another
 def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = True) -> Group:
     """Return the screen, `width` columns wide, with `rows` rows in a table at most.
 
-    What is not `whole` leaves out namespaces.
+    Without `whole` namespaces are left out.
     """
     seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
     if seen is not None:
@@ -119,7 +119,7 @@ def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType
 def _engines(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
     model = ["+model"] if width >= 70 else []
     table = _table("process", *model, ">written", ">rate", "status")
-    # Who is in trouble comes first: the last rows may not fit.
+    # Engines in trouble come first: the last rows may not fit.
     order = (survey.SILENT, survey.GONE, survey.ALIVE)
     ordered = sorted(seen.engines, key=lambda one: (order.index(one.status), -(one.rate or 0)))
     for one in _shown(table, ordered, rows):

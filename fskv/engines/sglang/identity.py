@@ -25,8 +25,8 @@ from fskv.offload.kv_store import options_of
 
 # Formats that load what stands in the checkpoint.
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
-# What brings others under such a format: another process's, experts of their own, scales of KV, what ModelOpt
-# restores or makes at the start.
+# Settings that bring other weights under such a format: another process's, separate experts, scales of KV,
+# weights that ModelOpt restores or makes at the start.
 _OTHER_WEIGHTS = (
     *("weight_cache_mode", "kt_weight_path", "quantization_param_path", "modelopt_quant"),
     *("modelopt_checkpoint_restore_path", "modelopt_checkpoint_save_path", "modelopt_export_path"),

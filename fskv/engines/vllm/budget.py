@@ -124,7 +124,7 @@ class LoadBudget:
         self._steps.append((self._clock(), prompt_tokens))
 
     def on_output(self) -> None:
-        """The oldest step has ended. What ran before it had ended is not its time."""
+        """Note that the oldest step has ended; its time begins where the one before ended."""
         now = self._clock()
         if self._steps:
             at, num_tokens = self._steps.popleft()

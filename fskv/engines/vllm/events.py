@@ -1,10 +1,10 @@
 """Events for KV-aware routers: the chunks that became visible on the root, and those that are gone.
 
-vLLM publishes the events (kv_events_config, medium STORAGE); this decides when there is one. A chunk is
-announced at most once until its removal is, and only by what proves that every rank's file was there: all
-ranks have published it, or a probe has just found it. What is announced is remembered, because the pruner
-knows only the names of files; what memory has no room for is announced as removed, so that no router
-believes for ever in something that cannot be taken back.
+vLLM publishes the events (kv_events_config, medium STORAGE); this module decides when. A chunk is announced
+at most once until its removal is, and only with proof that every rank's file was there: all ranks have
+published it, or a probe has just found it. Announced chunks are remembered, because the pruner knows only the
+names of files. When memory is full the oldest are announced as removed, so that no router believes in them
+for ever.
 
 Called on the scheduler's thread. Exists only where the engine publishes events. Memory: see MAX_ANNOUNCED.
 """

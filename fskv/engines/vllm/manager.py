@@ -107,7 +107,7 @@ class FskvHandshake:
     dir_mode: int
     file_mode: int
     file_nbytes: dict[int, int]  # by group index
-    # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
+    # The ranks in the names of its files of a chunk; None: those that follow from its own rank.
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known

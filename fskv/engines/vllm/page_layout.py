@@ -85,7 +85,7 @@ class _Page:
 
     @classmethod
     def of(cls, bound: torch.Tensor, num_blocks: int) -> _Page:
-        """What lies outside of the axis of blocks is apart by all blocks of the engine: by one, in a page."""
+        """Make the page of one block: outer strides span all blocks of the engine, in a page only one."""
         of_blocks = block_axis(bound, num_blocks)
         shape, strides = [*bound.shape], [*bound.stride()]
         shape[of_blocks] //= num_blocks

@@ -1,12 +1,11 @@
 """The private parts of vLLM that fskv touches while an engine runs, and the faults of vLLM that fskv mends.
 
 vLLM gives a connector no way to the engine's workers, a child no way to the connector around it, a tier no
-way to the scheduler, and asks for a connector's class without the configuration that names it. Whoever builds
-or resets them is among the callers, so `callers` looks there. What is put right is said at each function,
-with the versions of vLLM that need it.
+way to the scheduler, and asks for a connector's class without the configuration that names it. The code that
+builds or resets them is among the callers, so `callers` looks there. Each function names the fault that it
+mends, with the versions of vLLM.
 
-Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
-steps.
+Called on the scheduler's thread. Functions that take a worker are for the worker's thread, between two steps.
 """
 
 from __future__ import annotations

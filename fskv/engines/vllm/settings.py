@@ -56,7 +56,7 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
 
 def _resolve(values: dict[str, Any]) -> None:
     """Drop values that are the default by another name."""
-    # What "auto" means where vLLM has the model.
+    # The meaning of "auto" if vLLM has the model.
     if values.get("model_config.model_impl") == "vllm":
         del values["model_config.model_impl"]
     worker = values.pop("parallel_config.worker_cls", "auto")

@@ -261,9 +261,9 @@ def _parse(vllm_config: VllmConfig) -> MultiConfig:
 
 
 def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:
-    """Refuse vLLM's own offloading where it fills chunks in part and serves them whole (0.32).
+    """Refuse vLLM's own offloading if it fills chunks in part and serves them whole (0.32).
 
-    What a request computes after such a chunk would be stored by its siblings.
+    Its siblings would store the KV that a request computes after such a chunk.
     """
     for name, child in zip(names, children, strict=True):
         if not isinstance(child, OffloadingConnector) or isinstance(child, FskvConnector):

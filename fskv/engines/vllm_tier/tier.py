@@ -1,9 +1,8 @@
 """FskvTier: fskv's files as a secondary tier of vLLM's TieringOffloadingSpec, behind its CPU tier.
 
 vLLM keeps chunks in host memory (the primary tier) and asks this one for what it has not; a hit is loaded
-into a row of that memory, from where vLLM copies it to the GPU. What is stored is the payload without the
-row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
-other's files.
+into a row of that memory, from where vLLM copies it to the GPU. A file holds the payload without the row's
+padding, under the identity that FskvConnector derives. With chunks of one size both serve each other's files.
 
 FskvManager decides what is there and what may be stored, a worker moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,

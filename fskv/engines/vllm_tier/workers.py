@@ -4,7 +4,7 @@ vLLM builds a secondary tier in the scheduler's process, while it builds its sch
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
 workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.quirks). A
 worker reads the places from the object that copies between GPU and row, and derives the identity as it does
-for FskvConnector; all must agree. What cannot be found refuses to start.
+for FskvConnector; all must agree. Without these facts the engine does not start.
 
 VLLM's tiering copies every chunk into one row of shared memory: the ranks side by side, in each the tensors
 side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding
