@@ -1,13 +1,13 @@
 """Keeps a root within bounds for as long as it runs, beside engines and other watchers: `fskv prune --watch`.
 
-It takes part as an engine's maintenance process does (fskv.bounds.maintenance): its limits are in a
-heartbeat, so that they hold for every engine while it lives, and if it has the lease it counts and prunes for
-all.
+It takes part like an engine's maintenance process (fskv.bounds.maintenance). Its limits are in a heartbeat,
+so they hold for every engine while it lives. If it has the lease, it counts and prunes for all.
 
-Where there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
+If there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
 
 All that touches the root happens on one daemon thread (and the worker threads of its walks). The main thread
-only waits for a signal, and leaves without that thread where the root hangs: nobody can end a system call.
+only waits for a signal. If the root hangs, it leaves without the daemon thread, because a system call cannot
+be ended.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class Capacity:
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
-        `quiet`: the maintenance process says on stderr only what is wrong, not what it has done; and who asks
-        for room waits for it, so nothing is said of stores that pause for pruning.
-        `health_file` is the engine's: how it ended is written there, if it could not do that itself.
+        `quiet`: the maintenance process logs faults alone. The caller waits for room then, so pauses for
+        pruning are not logged. `health_file` is the engine's: how it ended is written there, if it could not
+        do that itself.
         """
         self._options = ["--quiet"] if quiet else []
         self._quiet = quiet

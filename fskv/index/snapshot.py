@@ -330,10 +330,11 @@ def _read_from(file: RegularFile) -> tuple[_Head, Records]:
 
 
 class _Possible:
-    """Return whether records, piece by piece, are of the files that can stand in a namespace, in their order.
+    """Checks records, piece by piece: they are of possible files of a namespace, in their order.
 
-    The digest is no secret. But a name is in one directory and once in it, so what whoever can write to the
-    root has made up needs as much room on the disk as here: a hole is the same record again and again.
+    The digest is no secret, so a writer of the root can make records up. But a name is in one directory and
+    once in it, so made-up records need as much room on the disk as here: a hole is one record again and
+    again.
     """
 
     def __init__(self, counts: Any) -> None:

@@ -1,8 +1,8 @@
 """Small files that others may write to as well: the one reader, and the one way to publish.
 
-A writer of a directory can put anything in the place of a file: a link, a FIFO whose open() waits for a
-writer, a device, or more bytes than there is memory. So this module opens without waiting, accepts only
-regular files, and reads no further than its caller allows.
+A writer of a directory can replace a file by a link, a FIFO whose open() waits for a writer, a device, or
+more bytes than the memory holds. So this module opens without waiting, accepts only regular files, and reads
+no further than its caller allows.
 
 It publishes a file by writing a private part and then naming it, whole or not at all.
 

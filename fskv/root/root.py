@@ -1,14 +1,14 @@
 """The root directory and its namespaces: their files, their modes and their owners.
 
-`Root.open` refuses everything that does not look right, because a wrong root is noticed at
-start-up or never: the root itself is not created, so that a mount that is missing is not taken
-for an empty cache. `Root.open_namespace` compares `namespace.json` with the engine's identity.
+`Root.open` refuses every doubtful directory, because a wrong root is noticed at start-up or never. It does
+not create the root: otherwise a missing mount would be taken for an empty cache. `Root.open_namespace`
+compares `namespace.json` with the engine's identity.
 
 Invariant: `fskv.json` and `namespace.json` are published whole and once, never changed. Many
 engines may do so at the same moment; the losers read what the winner wrote.
 
 Every call touches the disk and hangs with a dead mount: engines call this at start-up from a
-worker with a deadline. Nothing here is on the data path but `NamespaceDir`'s names.
+worker with a deadline. Only `NamespaceDir`'s names are on the data path.
 """
 
 from __future__ import annotations

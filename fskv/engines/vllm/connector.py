@@ -1,9 +1,9 @@
 """FskvConnector: vLLM's offloading connector with files behind it and failures that cost a recompute.
 
-A thin subclass: vLLM's own scheduler decides what is looked up, loaded and stored; fskv brings the manager
-and the worker, and three things the stock connector lacks: an identity (derived here, compared on disk),
-failed loads (reported as `failed_recving`, so that the engine recomputes) and healing (the recompute
-offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
+A thin subclass: vLLM's own scheduler decides about lookups, loads and stores. fskv brings the manager, the
+worker, and three missing parts: an identity (derived here, compared on disk), failed loads (reported as
+`failed_recving`, so that the engine recomputes), and healing (a recompute stores the lost chunks again).
+Contract and versions: docs/vllm.md.
 """
 
 from __future__ import annotations

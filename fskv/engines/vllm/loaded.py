@@ -1,8 +1,9 @@
-"""Tells the files and the code that an engine has really loaded, and whether that still holds.
+"""The files and the code that an engine has really loaded, and whether they are still the same.
 
-vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
-model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
-the plug-in notes every worker before it loads (`note_worker`), and the identity is derived from its model.
+vLLM hands a connector the requested configuration, which may differ from the loaded model. Configurations are
+copied and changed while a model is built, `auto` picks one of two sets of weights, and a checkpoint may be
+replaced while it is read. So the plug-in notes every worker before it loads (`note_worker`), and the identity
+is derived from its model.
 """
 
 from __future__ import annotations

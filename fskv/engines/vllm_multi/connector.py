@@ -1,14 +1,14 @@
 """FskvMultiConnector: several roots, or a root beside another connector, in one engine.
 
-vLLM's MultiConnector carries the calls to the children; here is what it does not do: load from the child
-that is worth most, go on without one that does not answer, keep the children's metrics apart, and tell each
-child which blocks a load of another one is about to overwrite. In vLLM's own one child that has not answered
-defers the request, two classes cannot define one metric, and a queued store may write another child's KV
-under its old key.
+vLLM's MultiConnector carries the calls to the children. This class adds four things: it loads from the child
+that is worth most, goes on without a silent one, keeps the children's metrics apart, and tells each child
+which blocks a load of another one is about to overwrite. In vLLM's own connector a silent child defers the
+request, two classes cannot define one metric, and a queued store may write another child's KV under its old
+key.
 
-Children, and not one connector with several roots: they work beside connectors that are not ours, a child
-is all that is tested for one root, and a request's load has one deadline and one owner of a failure. The
-price: a prefix of which each root has a part is loaded from one of them.
+Why children, instead of one connector with several roots? They work beside foreign connectors. A child is the
+connector that is tested for one root. A request's load has one deadline and one owner of a failure. The
+price: if each root has a part of a prefix, only one part is loaded.
 
 Scheduler and worker side run on the threads of vLLM that call them; no call waits.
 """
