@@ -179,8 +179,9 @@ def _fskv(
 ) -> None:
     """Look into an fskv cache root, explain it, check it, measure it, and keep it in bounds.
 
-    Commands that read a root take --root DIR or the environment variable FSKV_ROOT. Exit codes: 0 all is
-    well, 1 problems found (damage), 2 bad argument, 3 a part was not done (unreadable), 10 not a root.
+    Commands that read a root take --root DIR or the environment variable FSKV_ROOT.
+
+    Exit codes: 0 all is well, 1 problems found, 2 bad argument, 3 a part not done, 10 not a root.
     """
 
 

@@ -58,11 +58,11 @@ LINES = {
     "filesystem": {
         "nbytes": "its size",
         "free_nbytes": "free bytes for this user",
-        "inodes": "0 where it gives no number, or an impossible one",
+        "inodes": "0: unknown",
         "free_inodes": "",
     },
     "bound": {
-        "scope": "`root`, `tenant` or `free` (the most that may be in use on the file system)",
+        "scope": "`root`, `tenant` or `free` (of the file system)",
         "name": "the tenant, or null",
         "limit": "bytes; the smallest of living engines and watchers",
         "used": "bytes, by the engines' count",

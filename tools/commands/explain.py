@@ -89,15 +89,14 @@ def command(
 ) -> None:
     """Say why a prompt would hit or miss: the likeliest cause, then each group and chunk.
 
-    It computes the engine's keys from token ids, as vLLM 0.32 does, and looks for each chunk: every rank's
-    file, its length and its header. A hit needs every chunk with full attention, the chunks within the window
-    before its end with a sliding window, and the last chunk with a state. With --prompt it quotes the text of
-    the first missing tokens.
+    It computes the keys of vLLM 0.32 from token ids, and checks name, length and header of each file. A hit
+    needs every chunk with full attention, the chunks within the window before its end with a sliding window,
+    and the last chunk with a state. With --prompt it quotes the text of the first missing tokens.
 
     It approximates the engine's own memory, requests that load the same chunks at the same time, MTP (behind
     FskvTier vLLM leaves out the last chunk, and no hit ends inside a block), and limits of single requests.
     It cannot compute keys of requests with images, audio, embeddings or an adapter. Only `fskv verify
-    --read-data` checks every byte. Exit code 1 if less hits than could.
+    --read-data` checks every byte. Exit code 1 if the prompt could hit more.
     """
     if (tokens is None) == (prompt is None):
         raise UsageError("expected one of --prompt and --tokens")

@@ -44,8 +44,8 @@ LINES = {
         "hit_tokens": "of a hit of it",
         "hit_files": "on all ranks",
         "hit_nbytes": "of KV",
-        "disk_tokens": "tokens that --disk holds, or null",
-        "break_even_rate": "bytes/s above which loading is faster than computing, or null",
+        "disk_tokens": "in --disk, or null",
+        "break_even_rate": "bytes/s above which loading beats computing, or null",
     },
 }
 _NAMED = "As the engine's."

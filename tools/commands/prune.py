@@ -128,9 +128,8 @@ def command(
 ) -> None:
     """Remove garbage, and the least recently used chunks until a target is reached.
 
-    Engines may run: a pruned chunk is a miss. Every file is looked at again before it goes. A last use is
-    known to 10 minutes, so --unused-for keeps a chunk that may have been used within AGE. --max-size and
-    --free count the chosen namespaces together.
+    Engines may run: a pruned chunk is a miss. A last use is known to 10 minutes, so --unused-for keeps a
+    chunk that may have been used within AGE. --max-size and --free count the chosen namespaces together.
 
     Garbage is a part of a dead writer, or one older than an hour. It goes with every target, and alone
     without one; with --namespace it stays. Foreign files stay. A damaged namespace stays too, and counts:

@@ -32,7 +32,7 @@ LINES = {
         "id": "DIGEST/NAME.gGROUP[.rRANK]",
         "namespace": "ARCH/MODEL@DIGEST",
         "path": "the chunk file",
-        "finding": "corrupt, stale, unreadable or changing",
+        "finding": "as above",
         "reason": "in words",
         "nbytes": "length, or null",
     },
