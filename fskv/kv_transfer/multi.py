@@ -45,20 +45,20 @@ _PARSERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildConfig:
-    """One child: `transfer` is its KVTransferConfig without what is only for us."""
+    """One child: `transfer` is its KVTransferConfig without fskv's own options."""
 
     transfer: Mapping[str, Any]
     load_weight: float = option(
         1.0,
         "number",
-        "What a token in this child is worth: the one with the most `tokens * load_weight` is loaded from. "
-        "0: stored to, never loaded from.",
+        "Worth of a token in this child: the child with the most `tokens * load_weight` serves a load. 0: it "
+        "gets stores and serves no load.",
     )
     name: str = option(
         "",
         "text",
-        "The child's name in metrics (label `connector`) and in the log. Default: its `root`, or its class. "
-        "No two children have one name.",
+        "The child's unique name in metrics (label `connector`) and in the log. Default: its `root`, or its "
+        "class.",
     )
 
     @property
@@ -80,9 +80,8 @@ class MultiConfig:
     lookup_timeout_s: float = option(
         1.0,
         "seconds",
-        "How long a request waits for children that have not answered and could offer more than those "
-        "that have; then it goes on without them. A child whose mount answers slowly may need up to ten "
-        "times its own: [filesystems.md](filesystems.md#cephfs-what-to-set).",
+        "Longest wait of a request for silent children that could offer more than the others. A child on a "
+        "slow mount may need ten times its own ([file systems](filesystems.md#cephfs-what-to-set)).",
     )
 
     @classmethod
