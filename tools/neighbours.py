@@ -80,7 +80,7 @@ def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
 def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:
     """Return the published usage with the smallest limits of these; an empty one without a count.
 
-    Its own limits are of those who lived when it was published: nobody may have led since.
+    Its own limits are those of engines that lived when it was published; there may be no leader since.
     """
     usage = files.usage() or Usage()
     max_nbytes, kept, of_tenants = smallest(beats, usage.tenants.values(), space)

@@ -38,8 +38,8 @@ class Forecast:
 def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
     """Forecast a prune to `need`, with all chunks that were last used before its time. Pure.
 
-    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
-    which nothing would go.
+    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Namespaces that stay
+    whole are left out.
     """
     tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
     everything = joined(records for _, records in tables)

@@ -302,7 +302,7 @@ class ChunkStore(Generic[SlotT]):
             raise ChunkStale(f"another header length: {found}, expected {layout.header_nbytes}")
 
     def _compare(self, header: ChunkHeader, file_id: FileId, layout: FileLayout) -> None:
-        """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
+        """Raise ChunkStale for another chunk, or one of another identity."""
         wanted = {
             "namespace": (header.namespace_digest, self._directory.digest),
             "layout": (header.layout_digest, layout.digest),

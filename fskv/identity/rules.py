@@ -1,8 +1,8 @@
 """The rule for settings: each setting enters the identity, except those on a list of harmless ones.
 
-A setting without an entry splits namespaces, a new one of a later version too. So two engines may fail to
-share, and never share wrongly. Each adapter lists the harmless settings of its engine; this module lists
-those of common libraries.
+A setting without an entry splits namespaces, also one of a later version. So two engines may fail to share,
+and never share wrongly. Each adapter lists the harmless settings of its engine; this module lists those of
+common libraries.
 
 Many users can read a manifest. A number enters it as it is, another value as a digest beside its name. A
 secret stays out. A setting with a name like a secret's enters as a digest without the name.

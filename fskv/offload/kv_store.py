@@ -146,7 +146,7 @@ class KvStore:
     ) -> list[Use]:
         """Note a use of a prefix: its moved chunks in their order, and the chunks before them on disk.
 
-        Returns what stamps the chunks that are moved. They are `there` where they are loaded.
+        Returns the stamp of the moved chunks. They are `there` where they are loaded.
         """
         prefix = [*before, *chunks]
         if not prefix:

@@ -157,7 +157,7 @@ def shows_late(path: str) -> bool:
 
 
 def is_full_late(path: str) -> bool:
-    """Return whether a file that was written and closed without an error may be empty for want of room.
+    """Return whether a file that was written and closed without an error may be empty for lack of room.
 
     The first one on CephFS whose pool is full: it has its length, and zeros. Only fsync tells (16.2,
     ceph-fuse); elsewhere write or close does. Reads what `shows_late` reads.

@@ -89,10 +89,10 @@ def command(
 ) -> None:
     """Check the chunk files of a root: names, headers, lengths, and with --read-data every byte.
 
-    A file is corrupt when its bytes fail a check, stale when it is sound and belongs elsewhere by name,
-    directory or namespace.json, unreadable when the system refuses it, and changing when two looks differ.
-    Engines may go on: files that vanish or are replaced are no problem. Data is read around the page cache
-    where the file system allows it.
+    A corrupt file fails a check of its bytes. A stale file is sound and belongs elsewhere by name, directory
+    or namespace.json. The system refuses an unreadable file. Two looks at a changing file differ. Engines may
+    go on: files that vanish or are replaced are no problem. Data is read around the page cache if the file
+    system allows it.
 
     --remove-bad removes corrupt and stale files only, each while it is still the file that was read.
     Exit code 1 if anything bad was found, removed or not.

@@ -100,8 +100,8 @@ _Made = dict[str, tuple[object, Any]]  # by name: class and labels, and the metr
 def _sharing(cls: Any, made: _Made, child: int) -> Callable[..., Any]:
     """Return a stand-in for a class of metrics: a name that exists gives the metric of before.
 
-    Unless it has other labels (0.33: vllm:kv_offload_config_info has one for each setting): it gets the
-    child's number behind its name then, for one name has one set of labels in Prometheus.
+    With other labels (0.33: vllm:kv_offload_config_info has one for each setting) it gets the child's number
+    behind its name, because Prometheus has one set of labels for a name.
     """
 
     def make(
