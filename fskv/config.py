@@ -1,4 +1,4 @@
-"""The options of a store, parsed once at start-up from what the user wrote.
+"""The options of a store, parsed once at start-up from the user's configuration.
 
 Pure: turns a mapping (of vLLM: `kv_connector_extra_config`) into a frozen `StoreConfig` or raises
 `ConfigError` with one sentence that names the option, what was found and what is expected. Every
@@ -23,7 +23,7 @@ MIB = 1 << 20
 # that answer late. docs/benchmarks.md, "How many threads".
 LEAST_AUTO_THREADS, MOST_AUTO_THREADS = 8, 32
 
-# What the option `trust` may hold.
+# The values of the option `trust`.
 TRUSTED = ("lora", "media")
 
 # Chunks that may wait to be stored. Where fewer are written in 4 s, at the rate measured so far, it is those.
@@ -37,7 +37,7 @@ _MOST_BASES = 15
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long a transfer may take: base_s + per_mib_s * MiB, capped at max_s."""
+    """The deadline of a transfer: base_s + per_mib_s * MiB, capped at max_s."""
 
     base_s: float
     per_mib_s: float
@@ -297,7 +297,7 @@ class StoreConfig:
 def unknown(
     name: object, value: object, known: Iterable[str], hint: str = "all are in docs/options.md"
 ) -> ConfigError:
-    """Return the error of an option that is not among the known; without a near one it says the hint."""
+    """Return the error of an unknown option, with a near name or else the hint."""
     near = difflib.get_close_matches(str(name), sorted(known), n=3, cutoff=0.5)
     sure = difflib.get_close_matches(str(name), near, n=1)
     names = f"nearest: {', '.join(near)}; " if near else ""

@@ -14,9 +14,9 @@ FskvError
         ├── Denied       EACCES, EPERM, EROFS
         └── NoSpace      ENOSPC, EDQUOT, or no inode left
 
-Bugs and configuration raise. What a disk may do ends as a `Status` at the edge of
-the store: `ChunkError.status` is the one place where a class becomes a Status, and
-`chunk_error_from_os` the one place where an errno becomes a class.
+Bugs and configuration raise. Faults of a disk end as a `Status` at the edge of the store: `ChunkError.status`
+is the one place where a class becomes a Status, and `chunk_error_from_os` the one place where an errno
+becomes a class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ConfigError(FskvError):
 
 
 class RestError(FskvError):
-    """KV or a setting that fskv does not know; the message says which, and what is not known of it.
+    """Unknown KV, or an unknown setting; the message names it, and the missing knowledge.
 
     One rank that finds so tells the scheduler with its handshake. Then nothing is stored or loaded, and the
     log says once why. Settings that a user can change are no such case: they are refused with ConfigError.

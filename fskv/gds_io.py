@@ -168,7 +168,7 @@ class GdsTransport:
             self._deregister(slot)
 
     def drop_slot(self, slot: GdsSlot) -> None:
-        """Give up a slot that is not in use; its memory is freed with the last reference."""
+        """Give up an unused slot; its memory is freed with the last reference."""
         self._deregister(slot)
         with self._lock:
             self._slots.remove(slot)
@@ -246,7 +246,7 @@ class GdsTransport:
 
 # --- errors -----------------------------------------------------------------------------------
 
-# What kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
+# Errors that kvikio lets through: C++ exceptions arrive as RuntimeError, without an errno.
 FAILURES = (RuntimeError, OSError, MemoryError)
 
 # "POSIX error on pwrite: No space left on device": the C library's own words end the message. EPERM is not
@@ -269,7 +269,7 @@ def chunk_error_from_kvikio(
     read_to: int | None = None,
     written: int | None = None,
 ) -> ChunkError:
-    """Translate what kvikio raised while it used `fd` to the class that callers act on.
+    """Translate an exception of kvikio about `fd` into the class that callers handle.
 
     By its words where they are an errno's, else by a look at the file: after a read that should have
     reached byte `read_to`, at its length; after a write of `written` bytes, at the room.

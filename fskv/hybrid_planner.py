@@ -189,7 +189,7 @@ def _legal_blocks_per_chunk(
 def _auto_blocks(
     pairs: Sequence[tuple[GroupSpec, int]], legal: Sequence[int], max_model_len: int, target: int
 ) -> tuple[int, list[str]]:
-    """Choose for "auto", and warn about what keeps the files small, if anything does."""
+    """Choose for "auto", and warn about the reason for small files, if any."""
     attention = [nbytes for group, nbytes in pairs if not group.kind.windowed]
     smallest = min(attention or [nbytes for _, nbytes in pairs])
     wanted = _cdiv(target, smallest)

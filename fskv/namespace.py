@@ -40,7 +40,7 @@ _MAX_INT = 1 << 256  # int -> str is refused by Python above 4300 digits; no con
 _MAX_MODEL_NBYTES = 120  # + "@" + 16 hex: well under the 255-byte limit of a name
 _MAX_ARCH_NBYTES = 40
 _MAX_INDEX = 999_999  # group and rank in a chunk name: at most 6 digits
-# What a chunk file's name and header can hold: all else would be refused by every reader (docs/format.md).
+# The limits of a chunk file's name and header: readers refuse all else (docs/format.md).
 _BOUNDS = {
     "blocks_per_chunk": (1, 1 << 31),
     "group_idx": (0, _MAX_INDEX),
@@ -71,7 +71,7 @@ class GroupIdentity:
 
 
 def layout_digest(group: GroupIdentity, blocks_per_chunk: int, inside: Json = None) -> bytes:
-    """Return 16 bytes for what must agree, beyond the namespace, for pages to be interchangeable.
+    """Return 16 bytes over everything beyond the namespace that must agree for pages to be interchangeable.
 
     `inside` is how pages are laid out inside where the namespace does not say it: with pipeline stages.
     """
@@ -145,7 +145,7 @@ class Identity:
 
     @property
     def digest16(self) -> str:
-        """The first 16 hex digits of the digest: what the directory is called."""
+        """The first 16 hex digits of the digest: the end of the directory's name."""
         return self.digest.hex()[:16]
 
     def to_manifest(self) -> dict[str, Json]:
@@ -517,7 +517,7 @@ _CHUNK_PATH = re.compile(
 
 
 def parse_chunk_path(path: str) -> ChunkName | None:
-    """Read what `chunk_path` wrote; None for anything else, which is then a foreign file."""
+    """Parse the output of `chunk_path`; None for anything else, which is then a foreign file."""
     match = _CHUNK_PATH.fullmatch(path)
     if match is None:
         return None
@@ -526,5 +526,5 @@ def parse_chunk_path(path: str) -> ChunkName | None:
 
 
 def parse_chunk_file(file: str) -> ChunkName | None:
-    """Read what `chunk_file` wrote; None for anything else."""
+    """Parse the output of `chunk_file`; None for anything else."""
     return parse_chunk_path(path_of_file(file))

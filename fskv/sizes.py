@@ -11,7 +11,7 @@ from fskv.errors import ConfigError
 _SIZE_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,9}})?)\s*({'|'.join(_SIZE_UNITS)})", re.ASCII)
-# What is meant by "100g" or "100".
+# The meaning of "100g" or "100".
 _NEAR_SIZE = re.compile(r"(?=.*[1-9])(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGTkmgt])i?[Bb]?)?", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,3})?)\s*%", re.ASCII)
 _MAX_NBYTES = 1 << 60
@@ -28,7 +28,7 @@ class Share:
 
 
 def bad(name: str, value: object, expected: str) -> ConfigError:
-    """Return the error of an option's value: what was found, and what was expected."""
+    """Return the error of an option's value: the finding and the expectation."""
     return ConfigError(f"option '{name}': found {value!r}, expected {expected}")
 
 

@@ -12,7 +12,7 @@ MAX_TOUCH_INTERVAL_S = 600
 
 
 class Status(Enum):
-    """How a chunk operation ended. The values are the metric labels."""
+    """The outcome of a chunk operation. The values are the metric labels."""
 
     OK = "ok"
     EXISTS = "exists"  # store: a good file was already there

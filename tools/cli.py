@@ -45,13 +45,11 @@ COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
-    Entry("du", LOOK, "Show what takes how much room, and what pruning would free."),
+    Entry("du", LOOK, "Show disk usage, and the effect of a prune."),
     Entry("inspect", LOOK, "Show a chunk file's header, spans and rows, and judge it."),
     Entry("verify", TRUST, "Check names, headers and data of chunk files."),
-    Entry("doctor", TRUST, "Look at machine, mount and root: what is not as it should be?"),
-    Entry(
-        "prune", BOUND, "Remove what was used least recently and what nobody needs, once or always."
-    ),
+    Entry("doctor", TRUST, "Check machine, mount and root, with remedies."),
+    Entry("prune", BOUND, "Remove garbage and the least recently used chunks, once or always."),
     Entry("rm", BOUND, "Remove whole namespaces."),
     Entry("copy", BOUND, "Copy chunks from one root to another, every byte checked."),
     Entry("diff", TRUST, "Say why two engines do not share."),
@@ -86,7 +84,9 @@ def _paragraphs(docstring: str) -> str:
 
 
 class _Group(TyperGroup):
-    """Loads a command when it is used, and turns what it raises into a sentence and an exit code."""
+    """The group of commands: loads a command on use, and turns its exceptions into a sentence and an exit
+    code.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_BY_NAME)
@@ -138,7 +138,7 @@ class _Group(TyperGroup):
 
 
 def _words(error: Exception) -> str:
-    """Return what an error says, without the number that the system has for it."""
+    """Return the words of an error, without the system's number for it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error).removeprefix("option 'root': ") or type(error).__name__
@@ -180,6 +180,8 @@ def _fskv(
     """Look into an fskv cache root, explain it, check it, measure it, and keep it in bounds.
 
     Commands that read a root take --root DIR or the environment variable FSKV_ROOT.
+
+    Exit codes: 0 all is well, 1 problems found, 2 bad argument, 3 a part not done, 10 not a root.
     """
 
 
@@ -200,7 +202,7 @@ def main() -> None:
         if not isinstance(ended, OSError):
             raise
         say(f"fskv: output: {_words(ended)}")  # of the help, or of what was left in the buffer
-        # What is left in the buffer has nobody to read it; Python would complain at exit.
+        # The rest of the buffer has no reader; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(Exit.PROBLEMS)
 

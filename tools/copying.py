@@ -66,7 +66,7 @@ _BOUNDS = {
 
 
 class Fate(StrEnum):
-    """What became of one file."""
+    """The outcome of one file."""
 
     STORED = "stored"
     THERE = "there"  # a good one was there and stays
@@ -185,7 +185,7 @@ class Copier:
             root.open_namespace(identity)  # compared, before anything is stored in it
 
     def copy(self, files: Iterable[ChunkFile], num_threads: int) -> Iterator[Outcome]:
-        """Copy files, and yield what became of each, in order."""
+        """Copy files, and yield the outcome of each, in order."""
         pending: deque[Future[Outcome]] = deque()
         pool = ThreadPoolExecutor(num_threads)
         try:
@@ -314,6 +314,6 @@ _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 
 def _in_destination(error: OSError, directory: str) -> ChunkError:
-    """Return the error that says what the destination's disk did: never one of the source's file."""
+    """Return an error of the destination's disk: never one of the source's file."""
     found = chunk_error_from_os(error, directory)
     return found if isinstance(found, ChunkIOError) else ChunkIOError(str(found), error.errno)

@@ -1,4 +1,4 @@
-"""What an engine publishes at /metrics: fetched within bounds, read into numbers, compared over time.
+"""An engine's /metrics: fetched within bounds, read into numbers, compared over time.
 
 An endpoint is somebody else's process: it may be slow, endless, garbage, or start again with its counters
 at zero. `fetch` stops at a deadline and at a length; `read` keeps only the series that fskv shows.
@@ -65,7 +65,7 @@ class Sample:
         return next((words for name, words in _STATES.items() if name in wrong), "ok")
 
     def gains(self, before: Sample | None, name: str, label: str | None = None) -> dict[str, float]:
-        """Return by a label's values what a counter has gained; one that went back began again at zero."""
+        """Return the increase of a counter by a label's values; one that went back began again at zero."""
         found: dict[str, float] = {}
         for (known, labels), value in self.series.items():
             if known == name:
@@ -77,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What happened between two samples, or since an engine's start."""
+    """The differences between two samples, or since an engine's start."""
 
     hit_ratio: float | None  # of requests, each counted once
     token_hit_ratio: float | None  # of the tokens that the engine's own cache did not have
@@ -88,7 +88,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What an endpoint says; there is no traffic while it gives no numbers, and `status` says why."""
+    """The state of an endpoint; without numbers there is no traffic, and `status` has the reason."""
 
     url: str
     status: str
@@ -118,7 +118,7 @@ class Scraper:
 
 
 def traffic(now: Sample, before: Sample | None = None) -> Traffic:
-    """Return what was added since `before`, or since the start."""
+    """Return the increase since `before`, or since the start."""
 
     def total(name: str) -> float:
         return sum(now.gains(before, name).values())
@@ -171,7 +171,7 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 def fetch(url: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> str:
-    """Return what `url` answers, to a POST of `body` if there is one. Raises NoMetrics.
+    """Return the answer of `url`, to a POST of `body` if there is one. Raises NoMetrics.
 
     No redirect is followed and no proxy is asked. A server that drips its headers may take longer.
     """
@@ -197,7 +197,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S, body: bytes | None = None) -> 
 
 
 def words_of(error: Exception) -> str:
-    """Return what an exception says, in a few printable words."""
+    """Return an exception in a few printable words."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return show(str(text))[:120]
 
@@ -206,7 +206,7 @@ def read(text: str, at_s: float) -> Sample:
     """Read an answer in Prometheus' text format. Raises NoMetrics where it is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    # What is not shown is left out before it is parsed: a thousandth of the work for garbage.
+    # Lines that are not shown are left out before the parser: a thousandth of the work for garbage.
     lines = "\n".join(match[0] for match in _LINE.finditer(text)) + "\n"
     if not lines.strip() and "# TYPE " not in text:
         raise NoMetrics("its answer is no metrics")

@@ -1,4 +1,4 @@
-"""How a command ends: the exit codes, and the one exception that carries one.
+"""The end of a command: the exit codes, and the one exception that carries one.
 
 CommandError
 ├── UsageError     2   an argument makes no sense, or a confirmation could not be asked for
@@ -26,17 +26,16 @@ class Exit(IntEnum):
 
 MEANINGS = {
     Exit.OK: "all is well",
-    Exit.PROBLEMS: "the command did its work and found problems; 1 goes before 3",
-    Exit.USAGE: "an argument makes no sense, or nobody could be asked (no terminal and no `--yes`)",
-    Exit.PARTIAL: "a part was not done: unreadable, unwritable, or out of time",
+    Exit.PROBLEMS: "problems were found: a damaged namespace or file; 1 goes before 3",
+    Exit.USAGE: "a bad argument, or neither a terminal nor `--yes`",
+    Exit.PARTIAL: "a part was not done: unlistable, unreadable, unwritable, or out of time",
     Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
-    Exit.INTERRUPTED: "interrupted (Ctrl-C); after SIGTERM it is 143, after SIGHUP 129, and 141 where the "
-    "reader of the output went away",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP, 141 after a closed pipe",
 }
 
 
 def outcome(*, problems: object, partial: object) -> Exit:
-    """Return how a command ends that has done its work: the worse of what it has met."""
+    """Return the exit code of a finished command: the worse of problems and missing parts."""
     return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK
 
 

@@ -1,9 +1,10 @@
-"""The Prometheus endpoint of `fskv prune --watch`: what was last seen of the root, whether or not it answers.
+"""The Prometheus endpoint of `fskv prune --watch`: the last known state of the root.
 
-Runs on a thread of its own and never touches the root, so that a root that hangs shows in the metrics
-(`fskv_root_last_step_age_seconds`) instead of hanging them. Every metric is in METRICS and docs/metrics.md.
+It has its own thread and never touches the root. A root that hangs shows in
+`fskv_root_last_step_age_seconds` and does not hang the metrics. METRICS and docs/metrics.md have every
+metric.
 
-A root may hold any number of namespaces and tenants: the MAX_NAMES largest have names, the rest is one.
+The MAX_NAMES largest namespaces and tenants have names; the others are one sum.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class RootMetric:
 
 _LIMITS = (
     "The bounds in force. `kind`: root, tenant, or free (the most that may be in use on the file system); "
-    "`name`: the tenant. The smallest bound that an engine or watcher declares counts."
+    "`name`: the tenant. The smallest bound of all engines and watchers counts."
 )
 _INODES = "Inodes of the file system; 0 where it reports no such number, or an impossible one."
 _HEADROOM = "Space left below the bound; negative above it."
-_COUNT_AGE = "Time since anybody last walked the root, by this node's clock."
+_COUNT_AGE = "Time since the last walk of the root, by this node's clock."
 _STEP_AGE = "Time since the root last answered this watcher."
 _LEASE = "1 while this watcher is the leader: it counts and prunes for all."
 _PRUNED = "Chunk files that the present leader has pruned; starts again with another leader."
@@ -91,7 +92,7 @@ class Watched:
 
 
 class RootCollector(Collector):
-    """Makes metrics of what `watched()` returns."""
+    """Prometheus collector of the root's metrics."""
 
     def __init__(self, watched: Callable[[], Watched], root: str) -> None:
         self._watched = watched

@@ -1,4 +1,4 @@
-"""Says in words why two identities do not share, and what would let them.
+"""The differences of two identities in words, with the remedies.
 
 Pure: `fskv.namespace.diff` finds the differences, this room knows what each field means to an operator. Every
 field of an identity has an entry (tests/tools/test_diff.py holds that), so a new one cannot go unexplained.

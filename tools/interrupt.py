@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: exit 130, one word and no traceback; what was begun is finished or taken back.
+"""Ctrl-C at any moment: exit 130, one word and no traceback; work in hand is finished or taken back.
 
 SIGTERM and SIGHUP do the same, with 143 and 129.
 
@@ -25,7 +25,7 @@ _asked = 0  # the number of the signal that came first
 
 
 def arm() -> None:
-    """Let a signal raise KeyboardInterrupt from now on, once. What our parent ignores stays ignored."""
+    """Let a signal raise KeyboardInterrupt from now on, once. Signals that our parent ignores are ignored."""
     _replace(leave, _raise)
 
 

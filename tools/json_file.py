@@ -1,4 +1,4 @@
-"""Reads a JSON file that somebody names on the command line: strictly, and no more than fits into memory.
+"""Reads a JSON file of the command line: strictly, and no more than fits into memory.
 
 A fifo, a device or a directory is refused instead of waited for; what two readers could understand
 differently (a key twice, NaN) is refused too.
@@ -16,7 +16,7 @@ from .terminal import show
 
 
 def read_json(path: str, limit: int = 16 << 20) -> Json:
-    """Return what a JSON file holds. Raises UsageError if it cannot be read, ValueError for no JSON."""
+    """Return the content of a JSON file. Raises UsageError if it cannot be read, ValueError for no JSON."""
     return parse_json(read_bytes(path, limit))
 
 

@@ -1,7 +1,7 @@
 """Writes docs/cli.md from the commands themselves: `python -m fskv_tools.manual > docs/cli.md`.
 
-test_cli.py compares the file with what this writes, so that the page cannot drift. A command's text is
-the docstring of its function; what its JSON lines hold is `LINES` of its module.
+A command's text is the docstring of its function, and `LINES` of its module describes its JSON lines.
+tests/meta/test_reference.py notices a page that is not current.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -22,18 +23,17 @@ from .exits import MEANINGS
 
 _HEAD = """# The command line
 
-`fskv` looks into a cache root from any machine that mounts it. `python -m fskv_tools.manual` writes
-this page.
+`fskv` looks into a cache root from any machine that mounts it. `make reference` writes this page.
 
 - `--root DIR` or the environment variable `FSKV_ROOT` names the root.
 - Results go to stdout; progress, warnings and questions to stderr. Only a terminal gets progress and colour.
 - Any unique prefix names a namespace (of `ARCH/MODEL@DIGEST`, the model or the digest) or a chunk (of
-  `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). An engine's whole key in hex and paths work too.
-- With `--json` every line is an object with a `type`, the last one of type `summary`. Sizes are bytes, times
-  RFC 3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Fields may come, none changes.
-- Commands that delete show a plan and ask. Without a terminal they refuse, but for `--yes`. Ctrl-C is safe at
-  any moment; a second one ends at once.
-- `fskv --install-completion` makes your shell complete commands, options and names.
+  `DIGEST/NAME.gGROUP[.rRANK]`, or three digits of the name). So does an engine's whole key in hex, or a path.
+- With `--json` each line is an object with a `type`; the last is the `summary`. Sizes are bytes, times RFC
+  3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Later versions may add fields.
+- Commands that delete show a plan and ask. Without a terminal they need `--yes`. Ctrl-C is always safe. A
+  second one ends at once.
+- `fskv --install-completion` completes commands, options and names in your shell.
 """
 
 
@@ -50,6 +50,7 @@ def page() -> str:
         for one in modules.values()
         for kind in getattr(one, "LINES", {}).values()
         for field, text in kind.items()
+        if text
     )
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|"]
     parts[-1] += "".join(f"\n| {code.value} | {text} |" for code, text in MEANINGS.items())
@@ -61,7 +62,7 @@ def page() -> str:
 
 
 def _said_twice(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the rows that say the same in several commands, of each name the most common one."""
+    """Return the rows that several commands share, for each name the most common one."""
     found = {name: row for (name, row), number in Counter(rows).most_common()[::-1] if number > 1}
     return sorted(found.values())
 
@@ -84,12 +85,14 @@ def _section(name: str, module: Any, shared: set[str]) -> str:
 
 
 def _line(kind: str, fields: dict[str, str], shared: set[str]) -> str:
-    """Return the row of one kind of JSON line; what its fields share with other commands comes last."""
+    """Return the row of one kind of JSON line; fields whose name says it all, and shared ones, come last."""
     rows = {field: f"| `{field}` | {_cell(text)} |" for field, text in fields.items()}
+    own = [field for field, row in rows.items() if fields[field] and row not in shared]
     told = [
-        f"`{field}`: {_cell(fields[field])}" for field, row in rows.items() if row not in shared
+        f"{', '.join(f'`{field}`' for field in alike)}: {_cell(text)}"
+        for text, alike in groupby(own, key=fields.__getitem__)
     ]
-    others = [f"`{field}`" for field, row in rows.items() if row in shared]
+    others = [f"`{field}`" for field in rows if field not in own]
     return f"| `{kind}` | {'; '.join([*told, ', '.join(others)]).strip('; ')} |"
 
 
@@ -121,7 +124,7 @@ class _Parameter:
 
     @property
     def names(self) -> list[str]:
-        """The names of an option, or what stands for an argument."""
+        """The names of an option, or the placeholder of an argument."""
         if not self.is_option:
             return [self.argument]
         # With Annotated the first declaration stands where the default would.
@@ -134,8 +137,6 @@ class _Parameter:
         if not self.is_option:
             return f"| `{_cell(self.argument)}` | {_cell(text)} |"
         value = "" if self.kind is bool else f" `{_cell(self._value())}`"
-        if self.info.envvar:
-            text += f" Environment: `{self.info.envvar}`."
         if value and self.default not in (None, inspect.Parameter.empty):
             text += f" Default: `{getattr(self.default, 'value', self.default)}`."
         return f"| {', '.join(f'`{one}`' for one in self.names)}{value} | {_cell(text)} |"

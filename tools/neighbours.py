@@ -1,9 +1,9 @@
-"""Who else works on a root: its own clock, who lives there, and how engines hear of what was removed.
+"""The others on a root: the file system's clock, living engines, and their news of removed chunks.
 
-A command that removes files takes no lease: that of a living engine's maintenance process cannot be had, and
-is not needed. What we remove makes the leader's sums too high until its next walk, and too high is the side
-on which every bound holds. What the leader removes at the same time has vanished when we come to it, and
-counts for our plan as freed (fskv.bounds.evict), as ours does for its plan; so nothing is removed twice over.
+A command that removes files takes no lease: a living engine's maintenance process holds it, and none is
+needed. Our removals make the leader's sums too high until its next walk; every bound holds with sums that are
+too high. Files that the leader removes at the same time count for our plan as freed (fskv.bounds.evict), and
+ours for its plan, so no room is freed twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def clock_ns(root: str) -> int:
-    """Return what the file system's own clock says, by a file that is made and removed.
+    """Return the time by the file system's own clock, from a file that is made and removed.
 
     Raises NotDone: where no file can be made, none can be removed.
     """
@@ -79,9 +79,9 @@ def is_recent(now_ns: int, mtime_ns: int, age_s: float) -> bool:
 
 
 def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> Usage:
-    """Return the published usage with the smallest limits of these; an empty one where nobody counted.
+    """Return the published usage with the smallest limits of these; an empty one without a count.
 
-    Its own limits are of those who lived when it was published: nobody may have led since.
+    Its own limits are those of engines that lived when it was published; there may be no leader since.
     """
     usage = files.usage() or Usage()
     max_nbytes, kept, of_tenants = smallest(beats, usage.tenants.values(), space)
@@ -90,7 +90,7 @@ def usage_now(files: SharedFiles, beats: Iterable[Heartbeat], space: Space) -> U
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds that living engines and watchers have set on a root, and what is in use."""
+    """The bounds that living engines and watchers have set on a root, and the bytes in use."""
 
     scopes: list[Scope]
     heartbeats: list[Heartbeat]
@@ -111,7 +111,7 @@ def bounds_of(root: str, now_ns: int, *more: Limits) -> Bounds:
 
 
 class News:
-    """Tells engines which chunks are gone; where nobody ever listened there is nobody to tell."""
+    """Tells engines which chunks are gone; without a directory of news it tells no one."""
 
     def __init__(self, root: str) -> None:
         self._log = EvictionNews(f"{root}/{SHARED_DIR}", usual_modes(root)[1])

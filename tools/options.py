@@ -58,7 +58,7 @@ BytesPerTokenOption = Annotated[
     typer.Option(
         min=1,
         max=1 << 30,
-        help="KV of one token, as `fskv plan` says it of a model. The default is Llama-3-8B's.",
+        help="KV of one token (`fskv plan` says it). The default is Llama-3-8B's.",
     ),
 ]
 JsonOption = Annotated[
@@ -66,14 +66,12 @@ JsonOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only, one per line.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", "-n", help="Show what would be done, and do nothing.")
-]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only show the plan.")]
 MetricsOption = Annotated[
     str | None,
     typer.Option(
         metavar="URL[,URL]",
-        help="Where engines publish metrics: HOST:PORT, or a whole URL.",
+        help="Metrics of engines: HOST:PORT, or a whole URL.",
         show_default=False,
     ),
 ]

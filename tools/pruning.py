@@ -1,4 +1,4 @@
-"""Prunes once: what was used least recently goes, until a target is reached, beside living engines.
+"""Prunes once, beside living engines: the least recently used chunks go, until a target is reached.
 
 `Plan` has every file of some namespaces. Files go through fskv.bounds.evict: each is looked at again before
 it goes, the files of all ranks go together, and what cannot be removed is passed over. Why no lease is
@@ -36,10 +36,10 @@ class Forecast:
 
 
 def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
-    """Say what would go for `need`, and all that was last used before its time. Pure.
+    """Forecast a prune to `need`, with all chunks that were last used before its time. Pure.
 
-    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Without namespaces of
-    which nothing would go.
+    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Namespaces that stay
+    whole are left out.
     """
     tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
     everything = joined(records for _, records in tables)
@@ -76,7 +76,7 @@ class Plan:
     def __init__(
         self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
     ) -> None:
-        """Of `free_nbytes` at least so much goes, whatever the limits."""
+        """`free_nbytes` is the least number of bytes to remove, whatever the limits."""
         self.root = root
         self._limits = limits
         self.free_nbytes = free_nbytes
@@ -84,7 +84,7 @@ class Plan:
         self.unlistable = 0  # directories
 
     def look(self) -> None:
-        """Walk once and take all files; what cannot be listed is said and counted."""
+        """Walk once and take all files; unlistable directories are said and counted."""
         with walk_progress("looking", len(self.catalogues)) as seen:
             for number, (one, known) in enumerate(self.catalogues.items()):
                 for shard in one.listed(self):
@@ -106,7 +106,7 @@ class Plan:
         return [known for one, known in self.catalogues.items() if one.problem is None]
 
     def need(self, now_ns: int) -> Need:
-        """Return what is to go, and with a time all that was last used before it.
+        """Return the bytes and files to remove, and the time before which all goes.
 
         `now_ns` is the root's own clock; ours for a plan that is not carried out.
         """
@@ -122,14 +122,14 @@ class Plan:
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
-        """Return what would go of which namespace."""
+        """Return the forecast for each namespace."""
         spaces = {known.namespace: one for one, known in self.catalogues.items()}
         return [(spaces[one.catalogue.namespace], one) for one in forecast(self.ours, need)]
 
     def carry_out(
         self, now_ns: int, stop: threading.Event, told: Callable[[int], object]
     ) -> tuple[Pruned, bool]:
-        """Remove what is to go, unless `stop` is set before; returns what has gone, and if it is enough.
+        """Remove the planned files, until `stop` is set; returns the sums, and whether they are enough.
 
         `told` hears how many files have gone.
         """

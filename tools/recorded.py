@@ -19,7 +19,7 @@ from .terminal import show
 
 
 def resolve(text: str, root: str | None) -> Identity:
-    """Return what `text` names. Raises UsageError for nothing, CommandError for what is no identity."""
+    """Return the identity that `text` names; raises UsageError for none, CommandError for another file."""
     path = os.path.join(text, MANIFEST_FILE) if os.path.isdir(text) else text
     # A directory that a namespace's name happens to match has no manifest; the root is asked then.
     if os.path.exists(path) and not os.path.isdir(path):

@@ -1,7 +1,7 @@
-"""What may still be written to a root: each bound that holds there, and what is left of it.
+"""The room left in a root: each bound in force, and the bytes left below it.
 
-What is in use is what the leader has published. An engine stores first and is pruned for; it stores nothing
-where the root is 2 % above a bound, or where half of what must stay free is gone (fskv.bounds.client).
+The bytes in use are those that the leader has published. An engine stores first, and the leader prunes. An
+engine stores nothing if the root is 2 % above a bound, or half of `keep_free` is gone (fskv.bounds.client).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Bound:
         return self.left < self.limit // _NEAR
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether an engine does not store so many bytes now."""
+        """Return whether an engine does not store so many bytes now."""
         return self.left + self.beyond < max(1, nbytes)
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Whether they do not fit below it even where all else is pruned: they go as soon as they come."""
+        """Return whether so many bytes do not fit below the bound even if all else is pruned."""
         return self.removable is not None and self.left + self.removable < max(1, nbytes)
 
 
@@ -75,7 +75,7 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
 
 
 def chunk_nbytes(files: Iterable[GroupFiles]) -> int:
-    """Return the bytes of the largest chunk, with the files of all ranks; 0: nobody can tell."""
+    """Return the bytes of the largest chunk, with the files of all ranks; 0: unknown."""
     return max((len(one.ranks) * (one.file_nbytes or 0) for one in files), default=0)
 
 

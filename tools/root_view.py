@@ -44,7 +44,7 @@ _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 @dataclass(frozen=True)
 class Namespace:
-    """One namespace directory. What is in it is read when asked for."""
+    """One namespace directory; its content is read on demand."""
 
     root: str
     arch: str
@@ -67,7 +67,7 @@ class Namespace:
         return self.name.rpartition("@")[2]
 
     def is_of(self, model: str) -> bool:
-        """Whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
+        """Return whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
         return model.replace("/", "--") in (self.model, self.model.rpartition("--")[2])
 
     @cached_property
@@ -96,7 +96,7 @@ class Namespace:
         return self.identity.tenant if self.identity else None
 
     def walk(self) -> Iterator[Shard | Unlistable]:
-        """Walk the directories of chunks in order; what cannot be listed is one of the results."""
+        """Walk the directories of chunks in order; an unlistable one is one of the results."""
         import asyncio
 
         from fskv.index.scan import walk
@@ -118,7 +118,7 @@ class Namespace:
                 runner.close()
 
     def listed(self, row: _Counted) -> Iterator[Shard]:
-        """As `walk`; what cannot be listed is said and counted in `row`."""
+        """Walk the directories of chunks; an unlistable one is said and counted in `row`."""
         for found in self.walk():
             if isinstance(found, Unlistable):
                 row.unlistable += 1

@@ -1,4 +1,4 @@
-"""One survey of a root, for `top` and `report`: what is there, who works, how full it is, what is damaged.
+"""One survey of a root, for `top` and `report`: content, engines, room and damage.
 
 `Observer.look` reads the small files by which engines know of each other. `walk` lists every chunk file, and
 keeps nothing of a file but sums. No chunk is opened, no link is followed, nothing is written. Every call may
@@ -137,7 +137,7 @@ class Observer:
         )
 
     def _rates(self, now: dict[str, int]) -> Callable[[str], float | None]:
-        """Return what tells how fast a number grows, in a second; None where nobody knows yet."""
+        """Return a function from a number's key to its growth a second, None while that is unknown."""
         at_s = time.monotonic()
         self._past.append((at_s, now))
         while len(self._past) > 2 and at_s - self._past[0][0] > _WINDOW_S:
@@ -152,7 +152,7 @@ class Observer:
 
 
 def _keeper(root: str, now_ns: int) -> tuple[str, str] | None:
-    """Return who holds the lease, and so counts and prunes, if anybody does."""
+    """Return the holder of the lease, which counts and prunes, if there is one."""
     with contextlib.suppress(OSError):
         lease, beaten_s = read_lease(f"{root}/{SHARED_DIR}/{LEASE_FILE}")
         if lease is not None:
@@ -176,7 +176,7 @@ def _process(name: str) -> tuple[str, int | None]:
 
 @dataclass(slots=True)
 class Found:
-    """What a walk has found in one namespace."""
+    """The findings of a walk in one namespace."""
 
     namespace: Namespace
     files: int = 0
@@ -187,7 +187,7 @@ class Found:
 
 @dataclass(slots=True)
 class Walk:
-    """What one walk over all chunk files has found."""
+    """The findings of one walk over all chunk files."""
 
     at_ns: int = field(default_factory=time.time_ns)
     namespaces: list[Found] = field(default_factory=list)
@@ -240,7 +240,7 @@ def walk(view: RootView, told: Callable[[int, int], object] = lambda _done, _all
 
 
 def warnings(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
-    """Return what is not as it should be: how bad it is ("bad" or "warn"), and a sentence."""
+    """Return the conditions to warn of: their severity ("bad" or "warn"), and a sentence."""
     unlisted = f"directories that could not be listed: {seen.unlistable:,}; sizes may be too small"
     stuck = seen.usage.unremovable
     damaged = many(seen.damaged, "damaged namespace")

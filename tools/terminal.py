@@ -1,4 +1,4 @@
-"""What people and programs see: results on stdout, everything else on stderr.
+"""The output for people and programs: results on stdout, everything else on stderr.
 
 `Console`s are made when something is printed, so that a command that prints JSON does not import rich.
 Names from a disk may hold anything: `show` makes them printable; they are never taken for markup.
@@ -154,7 +154,7 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def walk_progress(what: str, num_namespaces: int) -> Iterator[Callable[[int, int], None]]:
-    """As `progress`, of a walk: yields what is told where it is, by the numbers of namespace and shard."""
+    """Draw the progress of a walk: yields the function that takes the numbers of namespace and shard."""
     from fskv.index.scan import NUM_SHARDS
 
     with progress() as drawn:

@@ -1,4 +1,4 @@
-"""Counts what takes room in a root, by namespace and group, and says what pruning would free.
+"""Counts the disk usage of a root, by namespace and group, and forecasts prunes.
 
 Every file is looked at once: a snapshot's last uses may be older than the truth.
 """
@@ -36,7 +36,7 @@ class Parts:
 
 @dataclass(slots=True)
 class NamespaceUsage:
-    """What was found in one namespace."""
+    """The counts of one namespace."""
 
     namespace: Namespace
     counts: dict[int, Count] = field(default_factory=dict)  # by group
@@ -54,7 +54,7 @@ class NamespaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a prune would free."""
+    """The effect of one prune."""
 
     option: str
     num_files: int
@@ -108,7 +108,7 @@ class RootUsage:
                 parts.in_progress_nbytes += part.nbytes
 
     def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:
-        """Add up by what `key` says of a namespace and a group."""
+        """Add up by the `key` of a namespace and a group."""
         found: dict[Key, Count] = {}
         for usage in self.namespaces:
             for group, count in usage.counts.items():
@@ -117,7 +117,7 @@ class RootUsage:
         return dict(sorted(found.items(), key=lambda item: [text or "" for text in item[0]]))
 
     def targets(self) -> list[Target]:
-        """Return what a prune to each age and to each bound on the whole root would free, if anything."""
+        """Return the effects of a prune to each age and to each bound on the whole root, if there are any."""
         found = []
         for age_s in self._ages_s:
             before_ns = cutoff_ns(self._now_ns, age_s)

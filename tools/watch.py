@@ -1,13 +1,13 @@
 """Keeps a root within bounds for as long as it runs, beside engines and other watchers: `fskv prune --watch`.
 
-It takes part as an engine's maintenance process does (fskv.bounds.maintenance): its limits are in a
-heartbeat, so that they hold for every engine while it lives, and if it has the lease it counts and prunes for
-all.
+It takes part like an engine's maintenance process (fskv.bounds.maintenance). Its limits are in a heartbeat,
+so they hold for every engine while it lives. If it has the lease, it counts and prunes for all.
 
-Where there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
+If there is no root yet (a node's first engine has not started), it waits for one, with its metrics up.
 
 All that touches the root happens on one daemon thread (and the worker threads of its walks). The main thread
-only waits for a signal, and leaves without that thread where the root hangs: nobody can end a system call.
+only waits for a signal. If the root hangs, it leaves without the daemon thread, because a system call cannot
+be ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAVE_S = 10.0  # for the heartbeat and the lease; the root does not answer the
 
 
 class _Said(logging.Handler):
-    """Shows what fskv.bounds.maintenance logs as the rest: names from a disk are in it."""
+    """Prints the log of fskv.bounds.maintenance as other output: it has names from a disk."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage().removeprefix("fskv: "))
@@ -90,7 +90,7 @@ class Watcher:
             raise CommandError(f"ended: {self._failure!r}")
 
     def _wait(self, thread: threading.Thread, stop: threading.Event) -> None:
-        """Wait for a signal, and say who counts and prunes when that changes."""
+        """Wait for a signal, and name the leader when it changes."""
         held = None
         while not stop.wait(0.2) and thread.is_alive():
             seen = self._seen
@@ -140,7 +140,7 @@ class Watcher:
 
 
 def _may_become_a_root(path: str) -> bool:
-    """Whether an engine may yet make one there: nothing is there, or an empty directory."""
+    """Return whether an engine may yet make one there: nothing is there, or an empty directory."""
     with contextlib.suppress(FskvError):
         Root.open(path, create=True, writable=False)  # passes over an empty directory
         return True

@@ -60,9 +60,9 @@ class Capacity:
     ) -> None:
         """`namespace` is "<arch>/<model>@<digest16>" of an opened root.
 
-        `quiet`: the maintenance process says on stderr only what is wrong, not what it has done; and who asks
-        for room waits for it, so nothing is said of stores that pause for pruning.
-        `health_file` is the engine's: how it ended is written there, if it could not do that itself.
+        `quiet`: the maintenance process logs faults alone. The caller waits for room then, so pauses for
+        pruning are not logged. `health_file` is the engine's: how it ended is written there, if it could not
+        do that itself.
         """
         self._options = ["--quiet"] if quiet else []
         self._quiet = quiet
@@ -253,7 +253,7 @@ class Capacity:
 
     @property
     def pid(self) -> int | None:
-        """Of the maintenance process."""
+        """The process id of the maintenance process."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -272,7 +272,7 @@ class Capacity:
         return self._clock() < self._paused_until
 
     def poll(self) -> list[tuple[bytes, int]]:
-        """Talk to the process, every step; returns what was pruned since: (XXH3-128 of the key, group)."""
+        """Talk to the process, every step; returns the chunks pruned since: (XXH3-128 of the key, group)."""
         now = self._clock()
         if self._said_paused and not self.paused:
             self._said_paused = False
@@ -305,7 +305,7 @@ class Capacity:
         return removed
 
     def _report(self) -> None:
-        """Tell the process where we are; what cannot be told now is told with the next step."""
+        """Tell the process the engine's sums; an unsent report goes with the next step."""
         message = {"written": self._written, "full": self._full}
         if self._process is not None and message != self._said and self._process.send(message):
             self._said = message

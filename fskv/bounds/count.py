@@ -46,7 +46,7 @@ class Count:
     def __init__(
         self, root: str, files: SharedFiles, lease: Lease, known: Mapping[str, tuple[int, int]]
     ) -> None:
-        """`known` is what the last leader has published: it stands until a walk is over."""
+        """`known` is the usage of the last leader: it holds until the first walk is over."""
         self._root = root
         self._files = files
         self._lease = lease
@@ -82,11 +82,11 @@ class Count:
 
     @property
     def ours(self) -> list[str]:
-        """Return the namespaces that are fskv's: what is foreign is never touched."""
+        """Return fskv's own namespaces; foreign directories are never touched."""
         return [name for name in self.catalogues if name not in self._manifests.foreign]
 
     def report(self, namespace: str, nbytes: int) -> None:
-        """Add what an engine has written; what a walk has seen before it was reported counts once."""
+        """Add the bytes that an engine reports; bytes that a walk has seen already count once."""
         before, files = self.nbytes.get(namespace, (0, 0))
         if time.monotonic() > self._untold_until:
             self._untold.clear()
@@ -96,7 +96,7 @@ class Count:
         self._reported[namespace] += nbytes
 
     def removed(self, namespace: str, nbytes: int) -> None:
-        """Take off what was removed."""
+        """Subtract removed chunks."""
         before, files = self.nbytes.get(namespace, (0, 0))
         files = min(files, self.catalogues[namespace].num_files)
         self.nbytes[namespace] = max(0, before - nbytes), files
@@ -152,7 +152,7 @@ class Count:
     def _correct(
         self, name: str, catalogue: Catalogue, late_nbytes: int, *, upwards_only: bool
     ) -> None:
-        """Put what a walk has found in the place of the sum.
+        """Replace a sum by the result of a walk.
 
         It may have seen files that were not reported yet: they will be in a moment, and count once. It may
         have listed directories before files came that were reported meanwhile: these count as well.
@@ -240,7 +240,7 @@ class Count:
                 logger.info("fskv: removed %s, which was empty for a day", path)
 
     def save_snapshots(self, file_mode: int) -> None:
-        """Write the snapshots that are older than what we know; what cannot be written is logged."""
+        """Write the snapshots that are out of date; a failed write is logged."""
         for name in sorted(self._unsaved & {*self.ours}):
             try:
                 self.catalogues[name].save(file_mode, self._root)

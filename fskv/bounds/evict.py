@@ -54,7 +54,7 @@ class Need:
         return self.nbytes > 0 or self.num_files > 0
 
     def less(self, pruned: Pruned) -> Need:
-        """Return what is left to do."""
+        """Return the remaining need."""
         left_nbytes = self.nbytes - pruned.nbytes - pruned.vanished_nbytes
         return Need(left_nbytes, self.num_files - pruned.num_files, self.before_ns)
 
@@ -85,7 +85,7 @@ class Pruned:
     away: OSError | None = None
 
     def add(self, step: Pruned) -> None:
-        """Add what has gone in a step, but not which chunks."""
+        """Add the sums of a step, without its chunks."""
         self.num_files += step.num_files
         self.nbytes += step.nbytes
         self.vanished_nbytes += step.vanished_nbytes
@@ -136,7 +136,7 @@ async def evict(
     stuck: AbstractSet[str] = frozenset(),
     told: Callable[[Pruned], object] = lambda _: None,
 ) -> Pruned:
-    """Remove what was used least recently, until `need` is met, nothing is left or `may_go_on()` says no.
+    """Remove the least recently used chunks, until `need` is met, none is left or `may_go_on()` is false.
 
     After each step `told` hears what has gone. The catalogues are updated: what is gone is forgotten, what
     was used meanwhile has its new mtime. No link is followed below `root`. Raises what `told` raises.
@@ -163,7 +163,7 @@ async def evict(
 
 @dataclass(slots=True)
 class _Step:
-    """Files that were chosen at once, and what became of them."""
+    """Files that were chosen at once, and the outcome of each."""
 
     root: str
     need: Need
@@ -176,7 +176,7 @@ class _Step:
         return self.pruned.away is not None or not self.need.less(self.pruned)
 
     def forget(self) -> None:
-        """Take what is gone out of the catalogues."""
+        """Take removed files out of the catalogues."""
         for (catalogue, shard), rows in self.gone.items():
             sizes = catalogue.records(shard)["nbytes"]
             mask = np.ones(len(sizes), bool)
@@ -275,7 +275,7 @@ def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
         pruned.vanished_nbytes += remembered
     elif found.fate is Fate.GOES and found.info is not None:
         pruned.num_files += 1
-        # What it was counted for may be more than its blocks: not all are counted yet, or were compressed.
+        # Its count may be more than its blocks: some are not counted yet, or compressed.
         pruned.nbytes += max(block_nbytes(found.info), min(length(found.info), remembered))
     else:
         error = OSError(errno.EPERM, "not a regular file any more", found.path)
@@ -284,10 +284,10 @@ def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
 
 
 def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str) -> int:
-    """Remove parts that nobody will finish, of these namespaces and of the root itself; returns how many.
+    """Remove orphaned parts of these namespaces and of the root itself; returns their number.
 
-    `now_ns` is the file system's own clock. What lies beside chunks is looked for where a catalogue has seen
-    it, and taken out of the catalogue. Raises OSError where the root is not there.
+    `now_ns` is the file system's own clock. Only parts that a catalogue has seen are looked for beside
+    chunks; they are taken out of the catalogue. Raises OSError if the root is away.
     """
     removed, told = 0, False
     for found in orphaned(catalogues, now_ns, grace_s, root):

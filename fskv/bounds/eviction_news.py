@@ -74,7 +74,7 @@ class EvictionNews:
         return found
 
     def remove_old(self, now_ns: int) -> None:
-        """Remove what everybody has had the time to read. `now_ns`: the file system's own clock."""
+        """Remove news that every engine has had time to read. `now_ns`: the file system's own clock."""
 
         def judge(name: str, info: os.stat_result) -> str:
             if not is_news(name):

@@ -162,7 +162,7 @@ class Leader:
     # --- looks ------------------------------------------------------------------------------
 
     def look(self, beats: Sequence[Heartbeat], space: Space) -> Usage | None:
-        """Add what heartbeats report, and publish; returns the usage, None before the first walk of all.
+        """Add the reports of heartbeats, and publish; returns the usage, None before the first walk of all.
 
         Raises OSError.
         """
@@ -203,7 +203,7 @@ class Leader:
         return self._usage if self._known else None
 
     def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
-        """Add what an engine has written since its last heartbeat; returns how much that was.
+        """Add the bytes that an engine has written since its last heartbeat; returns their number.
 
         More than any disk can take in that time is no number to prune for: a walk tells.
         """
@@ -310,11 +310,13 @@ class Leader:
         return None
 
     def _unused(self, space: Space) -> int:
-        """Return what `RoomAwaited` compares: what is free, and what engines wrote into it."""
+        """Return the two values that `RoomAwaited` compares: the free space, and the bytes that engines
+        wrote.
+        """
         return space.unused_nbytes + self._total_written
 
     async def work(self, space: Space) -> None:
-        """Walk, prune and clean what is due. Raises OSError when the root does not let us."""
+        """Walk, prune and clean if due. Raises OSError when the root does not let us."""
         walked = self._must_walk() or self._count.is_stale
         if walked:
             await self._walk()
@@ -376,7 +378,7 @@ class Leader:
         self._full |= {beat.name: beat.full for beat in full}
 
     async def _make_room(self, nbytes: int, reason: str = "") -> Space:
-        """Remove so many bytes of everything for want of room; returns what is there then.
+        """Remove so many bytes of everything for lack of room; returns the free space afterwards.
 
         It is told of with a `reason`, or where less than `keep_free` was left.
         """
@@ -403,7 +405,7 @@ class Leader:
         return after
 
     async def _prune_unused(self) -> None:
-        """Remove what was not used for longer than anybody wants it to stay."""
+        """Remove chunks that were unused for longer than the `unused_s` of any watcher."""
         unused_s = unused_limit_s(beat.limits for beat in self._beats)
         if unused_s is None:
             return
@@ -434,7 +436,9 @@ class Leader:
         return freed
 
     def _learn_age(self, last_use_ns: int) -> None:
-        """Uses are recorded after a tenth of the age of what goes: coarser ones would spoil its order."""
+        """Set the touch interval to a tenth of the age of the last pruned files: a coarser one would spoil
+        their order.
+        """
         if not (now_ns := self._lease.now_ns()):
             return  # nobody knows what time it is
         age_s = (now_ns - last_use_ns) // 1_000_000_000
@@ -447,7 +451,7 @@ class Leader:
         return self.in_office
 
     def _note(self, pruned: Pruned) -> None:
-        """Take off and tell everybody what was removed; raises OSError where the root was away then."""
+        """Subtract removed chunks and announce them; raises OSError if the root was away then."""
         for path, nbytes in pruned.forgotten.items():
             self._count.removed(path[len(self._root) + 1 :], nbytes)
         for path, error in pruned.failures.items():
@@ -467,7 +471,7 @@ class Leader:
             raise pruned.away
 
     def _clean(self) -> None:
-        """Remove what writers that are gone have left, and news that everybody has heard."""
+        """Remove the parts of dead writers, and old news."""
         now_ns = self._lease.now_ns()
         catalogues = [self._count.catalogues[name] for name in self._count.ours]
         removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
@@ -481,5 +485,5 @@ class Leader:
             self._usage = replace(self._usage, orphans=self._usage.orphans + removed)
 
     def save_snapshots(self) -> None:
-        """Write the snapshots that are older than what we know; what cannot be written is logged."""
+        """Write the snapshots that are out of date; a failed write is logged."""
         self._count.save_snapshots(self._file_mode)

@@ -44,7 +44,7 @@ class LeaseState:
 
     @classmethod
     def parse(cls, content: bytes) -> LeaseState | None:
-        """Return what the content of a lease's file says; None where that is no lease."""
+        """Parse the content of a lease's file; None where that is no lease."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             state = cls(**json.loads(content))
             texts = (state.holder, state.host, state.boot)
@@ -106,7 +106,7 @@ class Lease:
                 os.unlink(LEASE_FILE, dir_fd=fd)
 
     def now_ns(self) -> int:
-        """Return what time it is for who stamps files here: the server, or on CephFS this node."""
+        """Return the time by the clock that stamps files here: the server's, or on CephFS this node's."""
         try:
             with self._opened() as fd:
                 os.utime(LEASE_FILE, dir_fd=fd, follow_symlinks=False)
@@ -171,7 +171,7 @@ class Lease:
 
 
 def read_lease(name: str, directory: int | None = None) -> tuple[LeaseState | None, float]:
-    """Return what a lease's file says, None where that is no lease, and its mtime in s. Raises OSError."""
+    """Return the lease in a file, None if there is none, and the file's mtime in s. Raises OSError."""
     try:
         with regular_file(name, dir_fd=directory) as file:
             return LeaseState.parse(file.read(MAX_LEASE_NBYTES)), file.info.st_mtime
@@ -180,7 +180,7 @@ def read_lease(name: str, directory: int | None = None) -> tuple[LeaseState | No
 
 
 def _read(name: str, directory: int) -> LeaseState | None:
-    """Return what a file says, None if it is absent; what cannot be read counts as a dead holder's."""
+    """Return a file's content, None if it is absent; an unreadable file counts as a dead holder's."""
     nobody = LeaseState("", "", 0, "", 0, 0)
     try:
         return read_lease(name, directory)[0] or nobody

@@ -148,7 +148,7 @@ class Scope:
 
 
 def scopes(usage: Usage, space: Space) -> list[Scope]:
-    """Return every bound in force, with what is in use; the widest last."""
+    """Return every bound in force, with the bytes in use; the widest last."""
     used: Counter[str] = Counter()
     for namespace, tenant in usage.tenants.items():
         used[tenant] += usage.namespaces.get(namespace, (0, 0))[0]
@@ -227,7 +227,7 @@ class RootState:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> RootState:
-        """Return what a message says; raises TypeError or ValueError for what no state is."""
+        """Parse a message; raises TypeError or ValueError if it is no state."""
         for one in fields(cls):
             if one.name != "bounds" and type(message[one.name]) is not type(one.default):
                 raise TypeError(one.name)
@@ -236,7 +236,9 @@ class RootState:
 
 
 def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bool) -> RootState:
-    """Return what the engine of heartbeat `mine` is told; `usage` None: nobody has counted yet."""
+    """Return the state of the root for the engine with heartbeat `mine`; `usage` None: nobody has counted
+    yet.
+    """
     known = usage is not None
     usage = usage or Usage()
     own_max, own_kept, own_tenants = smallest([mine], (), space)
@@ -303,7 +305,7 @@ def inodes_short(limits: Iterable[Limits], space: Space) -> int:
 
 
 def unused_limit_s(limits: Iterable[Limits]) -> int | None:
-    """Return how long what nobody uses may stay; None: as long as there is room."""
+    """Return how long unused chunks may stay; None: as long as there is room."""
     return min((each.unused_s for each in limits if each.unused_s is not None), default=None)
 
 

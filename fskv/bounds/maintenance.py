@@ -77,7 +77,8 @@ class Maintainer:
         grace_s: float = GRACE_S,
         lease_ttl_s: float = TTL_S,
     ) -> None:
-        """`heartbeat` is the engine's first one; without a namespace that of who only declares limits.
+        """`heartbeat` is the engine's first one; without a namespace it is a watcher's, which only declares
+        limits.
 
         `send` passes a message to the engine; it returns False if the engine does not listen. `is_heard`
         returns False once the engine is gone. Modes that are not given are those of the root. `engine` is the
@@ -120,7 +121,7 @@ class Maintainer:
         self.seen: Seen | None = None  # by the last step that got so far
 
     def start(self) -> None:
-        """Make what is shared; raises OSError. Nothing is made in the place of a root that is gone."""
+        """Make the shared directories; raises OSError. A root that is gone stays gone."""
         os.stat(f"{self._root}/{FORMAT_FILE}")
         for path in (self._shared, self._eviction_news.directory, self._sights.directory):
             self._make(path)
@@ -130,7 +131,7 @@ class Maintainer:
         self._started = True
 
     def _make(self, path: str) -> None:
-        """Make a directory; what stands there and is none is moved aside, and never removed."""
+        """Make a directory; another entry of that name is moved aside, and never removed."""
         try:
             make_directory(path, self._dir_mode, self._root)
         except OSError as error:
@@ -147,7 +148,7 @@ class Maintainer:
         self._new_sights = (self._new_sights + sights)[-_MAX_SIGHTS_NBYTES:]
 
     def step(self) -> float:
-        """Do what is due; returns how many seconds to wait for the next step.
+        """Do one step of work; returns the seconds until the next step.
 
         Raises OSError when the root does not let us; the next step tries again.
         """
@@ -183,7 +184,7 @@ class Maintainer:
         self._skipped = skipped.keys()
 
     async def try_step(self) -> float:
-        """Do a step; what does not let us is logged, and tried again with the next one.
+        """Do a step; a failure is logged, and tried again with the next one.
 
         Whatever the root holds, a step is all that it costs. Raises BrokenPipeError: the engine is gone. Its
         root may have gone with it, and nobody is to be told.
@@ -211,8 +212,8 @@ class Maintainer:
     async def make_room(self) -> None:
         """Remove a little of our own namespace: the disk is so full that not even a lease can be written.
 
-        Without the lease, since two who do this at once only remove more than was needed. Who has no
-        namespace takes it from all.
+        It needs no lease: two processes that do this at once remove only too much. A watcher, which has no
+        namespace, takes it from all.
         """
         if time.monotonic() - self._room_made_at < _AFTER_FAILURE_S:
             return
@@ -289,7 +290,7 @@ class Maintainer:
             self._published, self._beat_at = self._heartbeat, time.monotonic()
 
     def _report(self, usage: Usage | None, space: Space) -> None:
-        """Tell the engine what has changed, or at least that we live."""
+        """Tell the engine each change, or at least that this process lives."""
         namespace, now = self._heartbeat.namespace, time.monotonic()
         if namespace is None:
             return
@@ -358,7 +359,7 @@ class Maintainer:
         return busy and self._leader is not None and not self._leader.is_of(self._lease.term)
 
     def _let_go(self) -> None:
-        """Somebody else holds the lease: what we know of the root gets old."""
+        """Give up leadership: another process holds the lease, so our knowledge of the root gets old."""
         if self._work is None or self._work.done():
             if self._work is not None and (error := self._work.exception()) is not None:
                 self._complain(error)

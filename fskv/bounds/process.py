@@ -57,11 +57,13 @@ class MaintenanceProcess:
         return os.getpid() == self._owner and _say(self._stdin.fileno(), message)
 
     def hear(self, most: int) -> bytes:
-        """Return what it has said, b"" at its end; raises BlockingIOError when that is nothing."""
+        """Return the bytes that the process sent, b"" at its end; raises BlockingIOError if there are none
+        yet.
+        """
         return os.read(self._stdout.fileno(), most)
 
     def introduce(self, pid: int) -> None:
-        """It has said what its number is."""
+        """Note the process id that the process has sent."""
         self.pid = pid
         with contextlib.suppress(OSError):  # it is gone
             self._handle = os.pidfd_open(pid)
@@ -75,7 +77,8 @@ class MaintenanceProcess:
         return not poll.poll(0)
 
     def kill(self) -> None:
-        """Send it SIGKILL; if it has not said what its number is, let it end. `running` says when it is gone.
+        """Send SIGKILL to the process; without its process id, tell it to end. `running` says when it is
+        gone.
 
         In a call that a mount never answers it stays until that does.
         """

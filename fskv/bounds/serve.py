@@ -63,7 +63,7 @@ class Outbox:
 
 
 def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
-    """Return a new engine's first heartbeat from what the engine sent at first."""
+    """Make an engine's first heartbeat from the engine's first message."""
     limits = dict(options["limits"])
     keep = limits["keep_free"]
     limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
@@ -76,7 +76,7 @@ async def serve(engine: int | None = None) -> None:
     `engine` is the id of its process.
     """
     loop = asyncio.get_running_loop()
-    # Who stops a whole service sends this to all of its processes: we end after the engine.
+    # The stop of a whole service sends this to all of its processes: we end after the engine.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     gone: asyncio.Future[None] = loop.create_future()

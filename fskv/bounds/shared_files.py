@@ -39,7 +39,7 @@ _COUNTS = ("written", "full", "beat", "loaded", "used", "first_hits", "second_hi
 
 
 def file_of(name: str) -> str:
-    """Return what the file of a heartbeat is called."""
+    """Return the name of a heartbeat's file."""
     return f"{PREFIX}{name}{SUFFIX}"
 
 
@@ -49,7 +49,7 @@ def is_heartbeat(file: str) -> bool:
 
 
 def shortened(usage: Usage, needed: Collection[str]) -> Usage:
-    """Return what is short enough to be read by everybody: namespaces that are too many are in `others`.
+    """Return a usage that fits into its file: surplus namespaces are in `others`.
 
     Those in `needed` are named first, then the largest. Pure.
     """
@@ -107,7 +107,7 @@ class SharedFiles:
             os.unlink(file_of(name), dir_fd=directory)
 
     def heartbeats(self, *, strict: bool = False) -> list[Heartbeat]:
-        """Return all heartbeats; what cannot be read or understood is left out. Raises OSError.
+        """Return all heartbeats; unreadable ones are left out. Raises OSError.
 
         `strict` is for who removes what nobody uses: there one that cannot be read is an error.
         """
@@ -144,7 +144,7 @@ class SharedFiles:
         self._write(USAGE_FILE, _encoded(usage), MAX_USAGE_NBYTES)
 
     def usage(self) -> Usage | None:
-        """Return what a leader last published, None if none did or it cannot be read: see `skipped`."""
+        """Return the last usage of a leader, None if there is none or it is unreadable: see `skipped`."""
         self._no_usage = ""
         try:
             return _usage(_tree(self._read(USAGE_FILE, MAX_USAGE_NBYTES), MAX_USAGE_NBYTES))
@@ -170,7 +170,7 @@ class SharedFiles:
             pass
 
     def _read(self, file: str, most_nbytes: int) -> bytes:
-        """Return what a file holds, one byte more than the most at most. Raises OSError."""
+        """Return a file's content, at most one byte more than the limit. Raises OSError."""
 
         def read() -> bytes:
             with regular_file(f"{self._directory}/{file}") as opened_file:

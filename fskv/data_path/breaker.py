@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fskv.observe.state_log import StateLog
 from fskv.types import Status
 
-# What speaks against the root itself. A missing, stale or corrupt file speaks for an answering disk.
+# Evidence against the root itself. A missing, stale or corrupt file shows a disk that answers.
 _FAILURES = frozenset({Status.TIMED_OUT, Status.IO_ERROR})
 _NEUTRAL = frozenset({Status.SKIPPED, Status.BREAKER})
 # In a row: a few may be a file's trouble, so many are the root's.
@@ -62,7 +62,7 @@ class Breaker:
             return True
 
     def trip(self) -> None:
-        """Open now: somebody else who watches the same root has found it dead."""
+        """Open now: another breaker on the same root has opened."""
         with self._lock:
             opens = not self.open
             self._failures_in_row = max(self._failures_in_row, self._threshold)

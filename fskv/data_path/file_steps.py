@@ -44,7 +44,7 @@ class FileSteps(Generic[SlotT]):
         self.done: deque[tuple[FileTask, Status | None, float]] = deque()
 
     def gather(self, task: FileTask, slot: SlotT) -> None:
-        """Copy a store's pages into a slot; raises what Transport.gather raises."""
+        """Copy a store's pages into a slot; raises the errors of Transport.gather."""
         base = self._store.layout(task.move.file.group_idx).header_nbytes
         self._transport.gather(task.move.plan.table, slot, base)
 
@@ -56,7 +56,7 @@ class FileSteps(Generic[SlotT]):
             yield own
 
     def run(self, transfer: _native.Transfer[FileTask], own: OwnSlot[SlotT]) -> None:
-        """Do for a file what was not done outside the interpreter."""
+        """Do the steps of a file that the C extension left to Python."""
         task = transfer.owner
         assert task is not None, "it has not ended"
         if transfer.layout is None:

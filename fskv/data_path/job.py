@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FileMove(NamedTuple):
-    """One file of a job: which, and what of its chunk goes where."""
+    """One file of a job: its id, its spans, and its use of a prefix."""
 
     file: FileId
     plan: ChunkPlan
@@ -41,7 +41,7 @@ class JobResult:
 
 
 class FileOutcome(NamedTuple):
-    """How one file ended; for stores this comes after the job was reported."""
+    """The outcome of one file; for a store it comes after the report of the job."""
 
     file: FileId
     is_load: bool
@@ -107,7 +107,7 @@ class FileTask:
         self.job = job
         self.move = move
         self.stage = Stage.MOVING
-        # What stands for it in the queue of I/O threads; None before, and once it was taken back.
+        # Its item in the queue of I/O threads; None before, and once it was taken back.
         self.transfer: _native.Transfer[FileTask] | None = None
         self.slot: object = None  # of a store whose pages were gathered ahead, by JobRunner.wait
         # Of one that Python does from the start, by the runner's clock.
@@ -137,7 +137,7 @@ class FileTask:
         transfer = self.transfer
         if transfer is None or self.started_at is None:
             return 0.0
-        # What was gathered ahead is at the disk from the start, whatever state it is in.
+        # A file that was gathered ahead is at the disk from the start, in any state.
         if self.slot is None and transfer.state in _NOT_AT_DISK:
             return 0.0
         if transfer.layout is None:

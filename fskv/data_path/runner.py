@@ -93,7 +93,7 @@ class JobRunner(Generic[SlotT]):
         cpus: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Needs num_slots > num_threads; what is above serves replaced threads, waiting loads and wait().
+        """Needs num_slots > num_threads; the others serve replaced threads, waiting loads and wait().
 
         The queue takes max_queued_chunks, or what can be stored in `store_queue_s` if that is less. I/O
         threads run on `cpus`, anywhere if None.
@@ -299,7 +299,7 @@ class JobRunner(Generic[SlotT]):
                 self._let_go(task)
 
     def take_outcomes(self) -> list[FileOutcome]:
-        """Return what became of single chunks since the last call."""
+        """Return the outcomes of single chunks since the last call."""
         self._collect()
         outcomes, self._outcomes = self._outcomes, []
         for outcome in outcomes:
@@ -348,7 +348,7 @@ class JobRunner(Generic[SlotT]):
     # --- what became of files -----------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take over what I/O threads did, with few calls: this is the engine's time."""
+        """Take over the events of I/O threads, with few calls: this is the engine's time."""
         stored, answered = [], False
         for owner, kind, seconds in self._queue.take_events():
             task = cast("FileTask", owner)
@@ -427,7 +427,7 @@ class JobRunner(Generic[SlotT]):
     def _abandon(self, job: Job, status: Status) -> None:
         """Free the pages of the job's files; those that are not free yet end with `status`.
 
-        What becomes of a store that a thread has, the thread will tell.
+        A thread reports the end of its own store.
         """
         moving = [task for task in job.tasks if task.stage is Stage.MOVING]
         answered = {task for task in moving if task.transfer and task.transfer.state in _ANSWERED}
@@ -471,7 +471,9 @@ class JobRunner(Generic[SlotT]):
     # --- the pages of stores, on the engine's thread ----------------------------------------------
 
     def _gather_ahead(self, jobs: Sequence[Job]) -> None:
-        """Gather into spare slots what no thread has of these jobs, which are stores, and queue it."""
+        """Gather the queued files of these stores into spare slots ahead of the threads, and queue them
+        again.
+        """
         taken: list[FileTask] = []
         try:
             for job in jobs:

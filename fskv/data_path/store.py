@@ -129,7 +129,7 @@ class ChunkStore(Generic[SlotT]):
     # --- outside the interpreter ------------------------------------------------------------
 
     def _native_layout(self, file_id: FileId) -> _native.Layout:
-        """Return what is equal in all files of a group and rank, made when the first of them is moved."""
+        """Return the layout of all files of a group and rank, made for the first of them that is moved."""
         key = file_id.group_idx, file_id.rank
         if key not in self._native_layouts:
             self._native_layouts[key] = self._new_native_layout(*key)
@@ -177,7 +177,7 @@ class ChunkStore(Generic[SlotT]):
         is_load: bool,
         use: Use | None = None,
     ) -> _native.Transfer[OwnerT]:
-        """Return what stands for a chunk in the queue of I/O threads.
+        """Build the queue item for one file.
 
         A Transfer does what `get` and `put` do as long as all goes well; whatever else it meets it leaves to
         them, with nothing done.
@@ -204,7 +204,8 @@ class ChunkStore(Generic[SlotT]):
         )
 
     def touch(self, file_id: FileId, use: Use | None = None, *, fresh: bool = False) -> None:
-        """Set a chunk's mtime, its "last used", to now or a use; where that is not allowed it goes earlier.
+        """Set a chunk's mtime, its "last used", to now or to a use; without permission the chunk is pruned
+        earlier.
 
         `fresh`: it was written just now.
         """
@@ -218,7 +219,7 @@ class ChunkStore(Generic[SlotT]):
                 _native.stamp_use(shard, os.path.basename(path), *use, fresh)
 
     def replaced(self, file_ids: Iterable[FileId]) -> None:
-        """Transfers have published these chunks: what was suspect under their names is gone."""
+        """Forget suspicions about chunks that transfers have published."""
         if not self._suspects:
             return
         with self._lock:
@@ -301,7 +302,7 @@ class ChunkStore(Generic[SlotT]):
             raise ChunkStale(f"another header length: {found}, expected {layout.header_nbytes}")
 
     def _compare(self, header: ChunkHeader, file_id: FileId, layout: FileLayout) -> None:
-        """Raise ChunkStale unless this is the chunk that was asked for, of this very identity."""
+        """Raise ChunkStale for another chunk, or one of another identity."""
         wanted = {
             "namespace": (header.namespace_digest, self._directory.digest),
             "layout": (header.layout_digest, layout.digest),
@@ -454,7 +455,7 @@ class ChunkStore(Generic[SlotT]):
 
     @contextlib.contextmanager
     def _shard(self, path: str) -> Iterator[int]:
-        """Yield a descriptor of the file's directory, for what is done in it; raises a ChunkError."""
+        """Yield a descriptor of the file's directory for operations in it; raises a ChunkError."""
         try:
             fd = open_directory(self._root, os.path.dirname(path), os.O_PATH)
         except OSError as error:

@@ -49,7 +49,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
         handle: Callable[[_native.Transfer[OwnerT], ContextT], None],
         context: Callable[[], contextlib.AbstractContextManager[ContextT]],
     ) -> None:
-        """`handle(task, context)` runs what the queue hands out.
+        """`handle(task, context)` runs each task of the queue.
 
         `context` is entered by each thread when it starts, and left when it ends: what is the thread's own. A
         thread whose context raises ends, and is not replaced: the next `submit` tries again.
@@ -85,7 +85,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
             num_tasks -= 1
 
     def add_waiting(self, num_threads: int) -> None:
-        """Keep so many threads more, or fewer: as many wait for something that is not their task."""
+        """Keep so many more threads, or fewer: as many are waiting and do no task."""
         with self._lock:
             self.num_waiting += num_threads
 
@@ -100,7 +100,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
         return hangs
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Drop what is queued and let idle threads end; wait for them so long at most.
+        """Drop queued tasks and let idle threads end; wait for them at most so long.
 
         A thread that frees a tensor of torch's while the interpreter ends takes the process down (SIGABRT).
         """
@@ -178,7 +178,7 @@ class Readiness:
         self._thread: threading.Thread | None = None
 
     def call_after(self, ready: Ready, call: Callable[[bool], None]) -> bool:
-        """Call `call` when `ready` has fired, with False when nobody can tell; False: it is not called."""
+        """Call `call` when `ready` has fired, with False if that cannot be known; False: it is not called."""
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="fskv-ready", daemon=True)
             try:
@@ -191,7 +191,7 @@ class Readiness:
         return True
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Let the thread end after what it waits for; wait for it so long at most."""
+        """Let the thread end after its present wait; wait for it at most so long."""
         self._waiting.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)

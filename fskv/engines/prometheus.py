@@ -20,7 +20,7 @@ _AGAIN_S = 600.0  # after it has failed
 
 
 class Publisher:
-    """Publishes what a store has counted since the last time; any thread, one at a time."""
+    """Publishes a store's metrics since the last call; any thread may call it, one at a time."""
 
     def __init__(self, engine: str, labels: Mapping[str, str]) -> None:
         """A metric is called `engine`:fskv_... and has `labels`, as the engine's own have."""

@@ -1,9 +1,9 @@
 """The bytes of a chunk file: header and payload checks. Format version 1, docs/format.md.
 
 Pure: works on buffers, never opens a file. Called by the store on its I/O threads and by the tools.
-Invariant: nothing in a buffer is believed before a check passed; no length from a buffer is used to
-allocate or to slice before it was compared with what is really there; the only exceptions that leave
-`parse_header` and `check_rows` are ChunkCorrupt and ChunkStale.
+Invariants: No value of a buffer is used before its check has passed. No length from a buffer allocates or
+slices before it was compared with the buffer's own. Only ChunkCorrupt and ChunkStale leave `parse_header` and
+`check_rows`.
 
     0   8  magic
     8   4  format version                u32, little endian like all integers of the prefix

@@ -42,7 +42,7 @@ class PageRef:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """How the bytes of one chunk of a group lie in its payload.
+    """The layout of one chunk of a group in its payload.
 
     Block-major and without holes: for each block of the chunk, for each page, the page's
     bytes; zeros at the end up to `payload_nbytes`. Each tensor may appear once (see `of`);
@@ -196,7 +196,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The table as Spans, for those who copy one by one."""
+        """The table as Spans, for transports that copy one by one."""
         return tuple(Span(*row) for row in self.table.tolist())
 
 

@@ -64,7 +64,7 @@ def open_file(path: str) -> Iterator[CheckpointFile]:
 
 @contextmanager
 def os_errors(path: str) -> Iterator[None]:
-    """Raise ConfigError that names `path` for what the system refuses."""
+    """Turn an OSError into a ConfigError that names `path`."""
     try:
         yield
     except OSError as error:

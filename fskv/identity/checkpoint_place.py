@@ -80,10 +80,11 @@ def model_name(model: str) -> str:
 
 
 def commit_of(path: str) -> str | None:
-    """Return the commit of a snapshot in the hub's cache, None for other paths and for one that was edited.
+    """Return the commit of a snapshot in the hub's cache, None for other paths and edited snapshots.
 
-    Untouched, all its files are links to blobs, which are named by their content, and each blob is older than
-    the link to it: the hub's library makes the link last, and who saves to the link writes into the blob.
+    All files of an untouched snapshot are links to blobs, which are named by their content. Each blob is
+    older than the link to it: the hub's library makes the link last, and an edit through the link writes into
+    the blob.
     """
     found = _SNAPSHOT.search(os.path.abspath(path))
     if found is None:

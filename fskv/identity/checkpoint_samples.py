@@ -1,4 +1,4 @@
-"""Where to look in a weights file: at every tensor of a safetensors file, every 512 KiB in any other.
+"""The samples of a weights file: of every tensor of a safetensors file, every 512 KiB of any other.
 
 A safetensors file is sampled by its header: the header whole, and of every tensor the first and the middle
 4 KiB, because a fine-tuned model differs from its base in nothing else. A damaged header is a ConfigError: no
@@ -50,7 +50,7 @@ class Samples:
 
 
 def samples(file: CheckpointFile) -> Samples:
-    """Return what to hash of a weights file; all of it where it is small.
+    """Return the ranges of a weights file to hash; all of it if it is small.
 
     Raises ConfigError for a safetensors file with a damaged header, for more tensors than a checkpoint has,
     and for what cannot be read.
@@ -70,7 +70,7 @@ def dense_samples(file: CheckpointFile) -> Samples:
 
 
 def _merged(ranges: Iterable[_Range], size: int) -> Samples:
-    """Order ranges, add the end of the file, merge what is close, cut what is longer than one read."""
+    """Order ranges, add the end of the file, merge close ones, cut those that are longer than one read."""
     starts, ends = array("Q"), array("Q")
     begin = end = 0
     for next_begin, next_end in sorted([*ranges, (max(0, size - SAMPLE_NBYTES), size)]):
@@ -91,7 +91,7 @@ def _append(starts: array[int], ends: array[int], begin: int, end: int) -> None:
 def _looks(begin: int, end: int) -> Iterator[_Range]:
     """Yield a tensor's start and middle, or all of a small one; of a large one its end too.
 
-    Who trains only new tokens changes the last rows of an embedding.
+    Training of new tokens alone changes the last rows of an embedding.
     """
     if end - begin <= _WHOLE_NBYTES:
         yield begin, end

@@ -1,4 +1,4 @@
-"""Which weights are these? A short text that nodes derive alike from the same checkpoint.
+"""The fingerprint of a checkpoint's weights. A short text that nodes derive alike from the same checkpoint.
 
 A commit, where the engine knows one, is the whole answer. Otherwise the files of a local checkpoint are read:
 
@@ -16,8 +16,8 @@ token ids only (`*.jinja`), what no engine loads (`*.onnx`, `*.h5`, `*.msgpack`)
 begin with a dot, `__pycache__`, folders that may not be listed, and all other files: a log that is written
 beside the weights would make other weights of them at every start.
 
-What it cannot see: a change confined to bytes that are not sampled, and files of other names that code opens.
-The option `weights_id`, a name of the user's own, is for those who edit single values inside tensors.
+It cannot see a change confined to bytes that are not sampled, nor files of other names that code opens. The
+option `weights_id`, a name of the user's own, is for those who edit single values inside tensors.
 
 Never part of it: absolute paths, mtimes, the order of a listing. Two copies of a directory on two nodes
 agree. Every file is untrusted: sizes are checked before anything is allocated, names that stand in files are
@@ -155,7 +155,7 @@ def changed_file(model_path: str, before: Mapping[str, State]) -> str | None:
 
 
 def kv_config(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return a model's configuration without what cannot touch KV at equal token ids.
+    """Return a model's configuration without the fields that cannot touch KV at equal token ids.
 
     Dropped at every level of every configuration:
 
@@ -333,7 +333,7 @@ class _Planned:
 
 
 def _fingerprint_weights(paths: list[str]) -> list[list[object]]:
-    """Return [size in bytes, digest of what was read] of each file."""
+    """Return [size in bytes, digest of the samples] of each file."""
     started_at = time.monotonic()
     plans: list[_Planned] = []
     num_samples = 0

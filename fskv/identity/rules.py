@@ -1,8 +1,8 @@
 """The rule for settings: each setting enters the identity, except those on a list of harmless ones.
 
-A setting without an entry splits namespaces, a new one of a later version too. So two engines may fail to
-share, and never share wrongly. Each adapter lists the harmless settings of its engine; this module lists
-those of common libraries.
+A setting without an entry splits namespaces, also one of a later version. So two engines may fail to share,
+and never share wrongly. Each adapter lists the harmless settings of its engine; this module lists those of
+common libraries.
 
 Many users can read a manifest. A number enters it as it is, another value as a digest beside its name. A
 secret stays out. A setting with a name like a secret's enters as a digest without the name.
@@ -75,7 +75,7 @@ class Names:
 
     @classmethod
     def of(cls, groups: Mapping[str, Mapping[str, str]]) -> Names:
-        """Read {reason: {part: names}}; names are in one text, "*" ends what stands for all that begin so."""
+        """Read {reason: {part: names}}; the names are in one text, and a final "*" stands for any end."""
         return cls(
             [
                 f"{part}.{name}".lstrip(".")
@@ -92,7 +92,7 @@ class Names:
 def settings(
     values: Mapping[str, Any], defaults: Mapping[str, Any], harmless: Names
 ) -> dict[str, Json]:
-    """Return what counts of an engine's settings, as a tree by the parts of their dotted names.
+    """Return the settings of an engine that count, as a tree by the parts of their dotted names.
 
     `values` are as the engine has resolved them. A setting counts where it is not harmless and not its
     default. Raises RestError, with its name, for one whose value cannot be compared.
@@ -110,7 +110,7 @@ def settings(
 def environment(
     variables: Mapping[str, str], known: Collection[str], harmless: Names
 ) -> dict[str, Json]:
-    """Return what counts of the variables that are set, to their default too: some then choose other kernels.
+    """Return the variables that count and are set, also to their default: some then choose other kernels.
 
     `known` are the engine's own, by name or by how they begin with a "*" behind. Raises RestError.
     """
@@ -214,7 +214,7 @@ def _number(text: str) -> Any:
 
 
 def shown(value: Any, name: str) -> Json:
-    """Return what a manifest says of a value: words of the engine's own code and numbers as they are."""
+    """Return the form of a value in a manifest: words of the engine's own code and numbers as they are."""
     plain = normal(value, name)
     if plain is None or isinstance(plain, bool | int | float) or _is_word(value):
         return plain
@@ -233,7 +233,7 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def normal(value: Any, name: str) -> Json:
-    """Return a value as JSON that is the same in every process, and a path as what lies there.
+    """Return a value as JSON that is the same in every process, and a path as its content.
 
     Raises RestError, with the setting's name, where there is no such text: an object of which only an address
     in memory is known, a file that cannot be read.
@@ -290,7 +290,7 @@ def _normal(value: Any, name: str, depth: int, left: list[int]) -> Json:
 
 
 def _text(text: str, name: str) -> str:
-    """Return a text without a user's name and password, or what lies there where it is a path.
+    """Return a text without a user's name and password, or a path's content.
 
     A relative one is a path where it leads to a file: a name of the hub has a "/" too.
     """

@@ -1,10 +1,9 @@
 """Answers "is this chunk on disk?" from memory, and keeps that memory true enough.
 
-`lookup` is called by the engine's scheduler for every chunk of every waiting request and never touches
-the disk. What it does not know is UNKNOWN: the key is queued, `flush` (at the end of the step) hands the
-queued keys to the probe threads in batches (a full batch does not wait for it), and a later lookup finds
-the answer. An UNKNOWN that lasts
-longer than `lookup_timeout_s` becomes a MISS: the request is recomputed instead of waiting for a hung
+`lookup` is called by the engine's scheduler for every chunk of every waiting request and never touches the
+disk. An unknown key is UNKNOWN and is queued. `flush`, at the end of the step, hands the queued keys to the
+probe threads in batches; a full batch does not wait for it. A later lookup finds the answer. An UNKNOWN that
+lasts longer than `lookup_timeout_s` becomes a MISS: the request is recomputed instead of waiting for a hung
 mount. An answer is a hint, never a proof: the load checks the file.
 
 A mount may be slow and not hang: a new client of CephFS takes milliseconds for each of thousands of chunks.
@@ -12,7 +11,7 @@ While batches come back, at least one in `lookup_timeout_s`, an UNKNOWN lasts as
 was asked would take, and ten times `lookup_timeout_s` at most.
 
 A batch takes about _BATCH_S, by what a key took before: on a slow mount the first answers of a step do not
-wait for its last, on a fast disk 512 keys cost the interpreter as much as 8. What was learnt together is one
+wait for its last, on a fast disk 512 keys cost the interpreter as much as 8. Answers of one batch are one
 object in memory, shared by the keys.
 
 `mark_removed` voids what was learnt before it: a HIT in memory, and the HIT of a probe that was started
@@ -171,7 +170,7 @@ class PresenceIndex:
         )
 
     def lookup(self, chunk: ChunkId) -> Answer:
-        """Return what is known, and for a MISS why. Never blocks.
+        """Return the presence, and for a MISS the reason. Never blocks.
 
         UNKNOWN promises that a call after `lookup_timeout_s` at the latest says HIT or MISS; after ten times
         that where the disk answers but slowly.
@@ -263,7 +262,7 @@ class PresenceIndex:
     def mark_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
         """Somebody has removed these chunks, on any node: (XXH3-128 of the key, group index) each.
 
-        What was learnt before this call is no HIT any more; see the module docstring. 0.4 us a name.
+        Older knowledge of them is no HIT any more; see the module docstring. 0.4 us a name.
         """
         self._num_removals += 1
         removal = _Removal(self._num_removals, self._clock())
@@ -292,7 +291,7 @@ class PresenceIndex:
 
     @property
     def num_removals(self) -> int:
-        """How often `mark_removed` was called."""
+        """The number of calls of `mark_removed`."""
         return self._num_removals
 
     @property
@@ -502,7 +501,7 @@ def _path(rank: RankFiles, chunk: Key) -> str:
 
 @lru_cache(maxsize=1024)
 def _affixes(namespace_path: str, group_idx: int, rank: int | None) -> tuple[bytes, bytes]:
-    """Split a path into the directory of all shards and what follows the digits of the key."""
+    """Split a path into the directory of all shards and the text behind the digits of the key."""
     directory, _, name = namespace.chunk_path(b"", group_idx, rank).split("/")
     suffix = name[len(namespace.chunk_name(b"")) :]
     return os.fsencode(f"{namespace_path}/{directory}"), os.fsencode(suffix)

@@ -110,7 +110,7 @@ def file_name(record: Any) -> str:
 
 
 def _nbytes(info: os.stat_result, now_ns: int, *, by_blocks: bool) -> tuple[int, bool]:
-    """Return what a file counts for, and whether more of its blocks may be counted later."""
+    """Return the bytes that a file counts for, and whether more of its blocks may be counted later."""
     # By its change, and not by its last use, which a store sets back.
     growing = now_ns and info.st_ctime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info)
     if by_blocks:

@@ -112,7 +112,8 @@ class Catalogue:
         again: Collection[int] = (),
         device: int | None = None,
     ) -> list[Shard]:
-        """Walk what has changed since the last time, and shards `again`, or `every`; `device` as in `walk`.
+        """Walk the directories that have changed since the last time, and shards `again`, or `every`;
+        `device` as in `walk`.
 
         Returns what could not be listed. Raises OSError when the namespace itself cannot be read.
         """
@@ -133,7 +134,7 @@ class Catalogue:
         return self._dir_mtimes.get(shard, 0)
 
     def take(self, shard: Shard) -> None:
-        """Replace what is known of a shard."""
+        """Replace the records of a shard."""
         self._put(shard.idx, shard.records.copy(), shard.dir_mtime_ns)
         self.parts.pop(shard.idx, None)
         self.foreign.pop(shard.idx, None)
@@ -304,7 +305,7 @@ def _parse(packed: bytes) -> _Head:
 
 
 def _read_from(file: RegularFile) -> tuple[_Head, Records]:
-    """Return what stands in a snapshot; raises whatever a damaged one makes of it."""
+    """Parse a snapshot; a damaged one raises any exception."""
     packed = file.read(_HEAD_NBYTES)
     head = _parse(packed)
     num_records = int(head.counts.sum())
@@ -329,10 +330,11 @@ def _read_from(file: RegularFile) -> tuple[_Head, Records]:
 
 
 class _Possible:
-    """Return whether records, piece by piece, are of the files that can stand in a namespace, in their order.
+    """Checks records, piece by piece: they are of possible files of a namespace, in their order.
 
-    The digest is no secret. But a name is in one directory and once in it, so what whoever can write to the
-    root has made up needs as much room on the disk as here: a hole is the same record again and again.
+    The digest is no secret, so a writer of the root can make records up. But a name is in one directory and
+    once in it, so made-up records need as much room on the disk as here: a hole is one record again and
+    again.
     """
 
     def __init__(self, counts: Any) -> None:

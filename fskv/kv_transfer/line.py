@@ -56,7 +56,7 @@ class Row:
 
     @property
     def level(self) -> str:
-        """How bad it is: `problem`, `warning` or `hint`."""
+        """The severity of the finding: `problem`, `warning` or `hint`."""
         return "problem" if self.refused else self.less
 
 
@@ -249,7 +249,7 @@ LESS = (
         "add --shutdown-timeout 10",
     ),
 )
-# What is read of a line.
+# The settings that are read of a line.
 SETTINGS = (
     *{row.setting for row in (*REFUSED, *LESS)},
     *("kv_offloading_backend", "quantization", "block_size"),

@@ -26,12 +26,12 @@ _ONLY_UNDER_VLLMS = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
     *("MoRIIOConnector", "MooncakeConnector", "HiSparseConnector"),
 )
-# What takes KV from another engine's memory, unless it is said to give only.
+# Connectors that take KV from another engine's memory, unless their role is to give only.
 _FROM_ENGINES = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
     *("MoRIIOConnector", "MooncakeConnector", "P2pNcclConnector"),
 )
-# What keeps KV of this engine in this engine's memory, and what it may be made of.
+# Connectors that keep KV of this engine in its memory, and the specs that they may have.
 _OF_THE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SPECS = (None, "CPUOffloadingSpec", "TieringOffloadingSpec")
 _GROUPS = ("MultiConnector", OURS_MULTI)  # connectors around others
@@ -45,20 +45,20 @@ _PARSERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildConfig:
-    """One child: `transfer` is its KVTransferConfig without what is only for us."""
+    """One child: `transfer` is its KVTransferConfig without fskv's own options."""
 
     transfer: Mapping[str, Any]
     load_weight: float = option(
         1.0,
         "number",
-        "What a token in this child is worth: the one with the most `tokens * load_weight` is loaded from. "
-        "0: stored to, never loaded from.",
+        "Worth of a token in this child: the child with the most `tokens * load_weight` serves a load. 0: it "
+        "gets stores and serves no load.",
     )
     name: str = option(
         "",
         "text",
-        "The child's name in metrics (label `connector`) and in the log. Default: its `root`, or its class. "
-        "No two children have one name.",
+        "The child's unique name in metrics (label `connector`) and in the log. Default: its `root`, or its "
+        "class.",
     )
 
     @property
@@ -80,9 +80,8 @@ class MultiConfig:
     lookup_timeout_s: float = option(
         1.0,
         "seconds",
-        "How long a request waits for children that have not answered and could offer more than those "
-        "that have; then it goes on without them. A child whose mount answers slowly may need up to ten "
-        "times its own: [filesystems.md](filesystems.md#cephfs-what-to-set).",
+        "Longest wait of a request for silent children that could offer more than the others. A child on a "
+        "slow mount may need ten times its own ([file systems](filesystems.md#cephfs-what-to-set)).",
     )
 
     @classmethod
@@ -159,12 +158,12 @@ def check_roots(
 
 
 def check_stored(children: Sequence[Any]) -> None:
-    """Refuse to store KV that nobody vouches for; `children` are connectors as they were written.
+    """Refuse to store unchecked KV; `children` are connectors as they were written.
 
-    What another connector loads serves other requests, too, by vLLM's own prefix cache, so it cannot be told
-    from what was computed. An engine whose KV is fetched frees its blocks when that took too long, and uses
-    them again; who fetches them then is not told (vLLM 0.32). Files and services of others check nothing that
-    fskv could rely on. Raises ConfigError.
+    KV that another connector loads serves other requests, too, by vLLM's own prefix cache, so fskv cannot
+    tell it from computed KV. An engine whose KV is fetched frees its blocks after a time, and uses them
+    again; a late reader is not told (vLLM 0.32). Files and services of others have no checks that fskv could
+    rely on. Raises ConfigError.
     """
     parts = list(_parts(children, "connectors"))
     for unchecked in (each for _, each, _ in parts if each is not None):
@@ -178,7 +177,7 @@ def check_stored(children: Sequence[Any]) -> None:
 
 
 def check_children(connector: str | None, children: Sequence[Any]) -> None:
-    """Refuse what cannot stand side by side in a connector around others; raises ConfigError."""
+    """Refuse children that cannot stand side by side in a connector around others; raises ConfigError."""
     check_stored(children)
     number = _count_ours(children)
     if connector == "MultiConnector" and number > 1:
@@ -199,7 +198,7 @@ def _count_ours(children: Any) -> int:
 
 
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:
-    """Yield what connectors are made of, also inside of one another, and where that is written.
+    """Yield the parts of connectors, also inside of one another, each with its place.
 
     Of what brings KV that fskv cannot vouch for in words; of what is fskv's the options.
     """
@@ -220,7 +219,7 @@ def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping
 
 
 def _unchecked(child: Mapping[str, Any]) -> str | None:
-    """Return what of another one's connector brings KV that nobody checks; None for nothing."""
+    """Return the part of another's connector that brings unchecked KV, in words, or None."""
     connector, role, extra = child.get("kv_connector"), child.get("kv_role"), _extra(child)
     if connector in _FROM_ENGINES and role == "kv_producer":
         both = extra.get("bidirectional_kv_xfer")
@@ -270,7 +269,7 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
 
 
 def roles_of(transfer: Mapping[str, Any]) -> set[object]:
-    """Return the roles of fskv's connectors in what `stores_of` takes."""
+    """Return the roles of fskv's connectors in an argument of `stores_of`."""
     connector = transfer.get("kv_connector")
     if connector == OURS:
         return {transfer.get("kv_role")}

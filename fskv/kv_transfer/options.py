@@ -42,7 +42,7 @@ _OF_A_TIER = ("type", "module_path")  # which one it is
 
 
 def store_config(options: Mapping[str, Any], role: str | None = None) -> StoreConfig:
-    """Return the options of fskv among these; raises ConfigError for what vLLM and fskv cannot both have.
+    """Return fskv's options among these; raises ConfigError for options that vLLM and fskv cannot both have.
 
     `role` is vLLM's kv_role: a consumer stores nothing.
     """

@@ -35,7 +35,7 @@ _MAX_NBYTES = 1 << 16
 
 
 def check_directory(path: str | None) -> None:
-    """Raise ConfigError unless the directory of a health file is there; nobody makes it."""
+    """Raise ConfigError unless the directory of a health file exists."""
     directory = os.path.dirname(path or "/")
     if "{rank}" not in directory and not os.path.isdir(directory):
         raise ConfigError(

@@ -41,8 +41,8 @@ LOOKUP_MISSES = Metric(
     "counter",
     "chunks",
     "Chunks that a lookup did not find, once per request and reason: absent (never stored, or"
-    " another namespace), timed_out (no answer within `lookup_timeout_s`), io_error, "
-    "quarantined (a load failed shortly before), breaker.",
+    " another namespace), timed_out (after `lookup_timeout_s`), io_error, quarantined (a load "
+    "failed shortly before), breaker.",
     "reason",
     values=("absent", "timed_out", "io_error", "quarantined", "breaker"),
 )
@@ -50,8 +50,8 @@ LOAD_FAILURES = Metric(
     "fskv_load_failures",
     "counter",
     "chunks",
-    "Chunks that a lookup found and a load did not deliver; the engine recomputes the "
-    "request. Reasons: absent (removed meanwhile), stale (another chunk's file under this "
+    "Chunks that a lookup found and a load did not deliver; the request is recomputed. "
+    "Reasons: absent (removed meanwhile), stale (another chunk's file under this "
     "name), corrupt (a checksum failed), denied, timed_out, io_error, breaker.",
     "reason",
     values=(
@@ -63,31 +63,28 @@ LOADED_CHUNKS = Metric(
     "fskv_loaded_chunks",
     "counter",
     "chunks",
-    "Chunks that were loaded and passed every check, those of failed requests included.",
+    "Loaded chunks that passed every check, those of failed requests included.",
 )
 LOADED_BYTES = Metric("fskv_loaded_bytes", "counter", "bytes", "KV bytes of the loaded chunks.")
 LOAD_SECONDS = Metric(
     "fskv_load_seconds",
     "counter",
     "seconds",
-    "Time that I/O threads spent on loads; bytes divided by it is the rate of one thread.",
+    "Time of I/O threads in loads; bytes divided by it is the rate of one thread.",
 )
 LOAD_LATENCY = Metric(
     "fskv_load_latency_seconds",
     "histogram",
     "seconds",
-    "Time from the start to the end of a request's load, good or bad; with several ranks each"
-    " counts its part.",
+    "Duration of a request's load, good or bad; each rank counts its part.",
     # A load may take as long as its deadline, 30 s at most by default.
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 STORED_CHUNKS = Metric(
-    "fskv_stored_chunks", "counter", "chunks", "Chunk files that were written and made visible."
+    "fskv_stored_chunks", "counter", "chunks", "Chunk files that were written and published."
 )
 STORED_BYTES = Metric("fskv_stored_bytes", "counter", "bytes", "Bytes of the stored chunk files.")
-STORE_SECONDS = Metric(
-    "fskv_store_seconds", "counter", "seconds", "Time that I/O threads spent on stores."
-)
+STORE_SECONDS = Metric("fskv_store_seconds", "counter", "seconds", "Time of I/O threads in stores.")
 STORES_SKIPPED = Metric(
     "fskv_stores_skipped",
     "counter",
@@ -124,7 +121,7 @@ WRITTEN_UNREAD = Metric(
     "1 while of what was stored in the last hour less than 1 % was loaded by any engine that"
     " reports to this root.",
 )
-# What requests asked for, and what hits brought.
+# Requests, and the gains of hits.
 REQUESTS = Metric(
     "fskv_requests",
     "counter",
@@ -144,7 +141,7 @@ LOADED_TOKENS = Metric(
     "fskv_loaded_tokens",
     "counter",
     "tokens",
-    "Prompt tokens that were loaded from files and not computed.",
+    "Prompt tokens that were loaded from files.",
 )
 SAVED_SECONDS = Metric(
     "fskv_saved_seconds",
@@ -158,13 +155,13 @@ DECLINED_TOKENS = Metric(
     "fskv_declined_tokens",
     "counter",
     "tokens",
-    "Tokens of hits that were recomputed because an earlier load was given up (`load_budget`).",
+    "Tokens of hits that were recomputed after a load was given up (`load_budget`).",
 )
 CUT_LOADS = Metric(
     "fskv_cut_loads",
     "counter",
     "loads",
-    "Loads that were given up at their time limit or deadline; the engine recomputes the request.",
+    "Loads that were given up at their time limit or deadline; the request is recomputed.",
 )
 PREFILL_RATE = Metric(
     "fskv_prefill_rate",
@@ -183,8 +180,7 @@ THREADS_HUNG = Metric(
     "fskv_io_threads_hung",
     "gauge",
     "threads",
-    "I/O threads past their deadline whose call has not returned; with several ranks the "
-    "value of one.",
+    "I/O threads whose call hangs past its deadline; with several ranks the value of one.",
 )
 STORE_QUEUE = Metric(
     "fskv_store_queue_chunks",
@@ -196,8 +192,8 @@ BREAKER_OPEN = Metric(
     "fskv_breaker_open",
     "gauge",
     "0 or 1",
-    "1 while the breaker of the scheduler or of a worker is open, so that fskv leaves the "
-    "root alone. A worker's state is that of the engine's last step.",
+    "1 while the breaker of the scheduler or of a worker is open: fskv leaves the root alone. "
+    "A worker's state is that of the engine's last step.",
 )
 BREAKER_OPENINGS = Metric(
     "fskv_breaker_openings",
@@ -209,28 +205,26 @@ WEIGHTS_IN_DOUBT = Metric(
     "fskv_weights_in_doubt",
     "gauge",
     "0 or 1",
-    "1 when the weights may have changed; the engine then neither loads nor stores until its "
-    "next start.",
+    "1 when the weights may have changed: nothing is loaded or stored until the next start.",
 )
 OFF = Metric(
     "fskv_off",
     "gauge",
     "0 or 1",
-    "1 when the engine neither loads nor stores while it runs, because prefix caching is off "
-    "or the KV layout is unknown.",
+    "1 when prefix caching is off or the KV layout is unknown: nothing is loaded or stored.",
 )
 KNOWN_CHUNKS = Metric(
     "fskv_known_chunks",
     "gauge",
     "chunks",
-    "Chunks whose presence or absence is remembered, at most 250,000.",
+    "Chunks with a known presence or absence, at most 250,000.",
 )
 QUARANTINED_CHUNKS = Metric(
     "fskv_quarantined_chunks",
     "gauge",
     "chunks",
-    "Chunks that count as missing after a failed load, for 30 s or until they are stored "
-    "again; at most 1,000 are counted.",
+    "Chunks that count as missing after a failed load, for 30 s or until the next store; at "
+    "most 1,000 are counted.",
 )
 ROOT_INFO = Metric(
     "fskv_root_info", "gauge", "1", "Always 1; the label is the root of this engine.", "root"
@@ -243,7 +237,7 @@ NAMESPACE_INFO = Metric(
     "namespace",
 )
 
-# What the process that maintains the root says of it; counts are of the present holder of the lease.
+# Values of the maintenance process; counts are of the present holder of the lease.
 ROOT_BYTES = Metric(
     "fskv_root_bytes",
     "gauge",
@@ -306,7 +300,7 @@ LEASE_HELD = Metric(
     "fskv_lease_held",
     "gauge",
     "0 or 1",
-    "1 on the engine whose maintenance process is the leader: it counts and prunes for all.",
+    "1 on the engine with the leading maintenance process: it counts and prunes for all.",
 )
 STORES_PAUSED = Metric(
     "fskv_stores_paused",
@@ -318,8 +312,8 @@ MAINTENANCE_UP = Metric(
     "fskv_maintenance_up",
     "gauge",
     "0 or 1",
-    "1 while this engine's maintenance process runs and was heard of in the last 20 s. With 0"
-    " nothing is stored; loads go on.",
+    "1 while this engine's maintenance process runs and answered within 20 s. With 0 nothing "
+    "is stored; loads go on.",
 )
 MAINTENANCE_RESTARTS = Metric(
     "fskv_maintenance_restarts",
@@ -328,7 +322,7 @@ MAINTENANCE_RESTARTS = Metric(
     "Restarts of the maintenance process, failed attempts included.",
 )
 
-# What the scheduler counts, what deciding between load and recompute does, and what the workers do.
+# Counters of the scheduler, of the choice between load and recompute, and of the workers.
 SCHEDULER_COUNTERS = (
     *(LOOKUP_HITS, LOOKUP_MISSES, BREAKER_OPENINGS, MAINTENANCE_RESTARTS),
     *(ADMITTED, NOT_ADMITTED, NOT_ADMITTED_BYTES),
@@ -425,7 +419,7 @@ _MAX_OBSERVED = 4096
 
 
 class Counters:
-    """Sums by metric and label value since the last `drain`, and what was observed for histograms."""
+    """Sums by metric and label value since the last `drain`, and observations for histograms."""
 
     def __init__(self, *counters: Metric) -> None:
         """`counters` are in the first `drain` even if nothing was counted."""
@@ -460,7 +454,7 @@ class Counters:
             self._observed.setdefault(metric, deque(maxlen=_MAX_OBSERVED)).append(value)
 
     def drain_observed(self) -> dict[Metric, deque[float]]:
-        """Return what was observed and start again from nothing."""
+        """Return the observations and start again from none."""
         with self._lock:
             observed, self._observed = self._observed, {}
         return observed

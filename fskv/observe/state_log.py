@@ -83,7 +83,7 @@ class Once:
 
 @contextlib.contextmanager
 def refusals_said() -> Iterator[None]:
-    """Log what is refused inside as one sentence, which an engine's traceback would bury."""
+    """Log a refusal in the block as one sentence, which an engine's traceback would bury."""
     try:
         yield
     except FskvError as error:
@@ -99,7 +99,9 @@ def _value(value: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return an error in a line: its own words if it names a file, else what and where in the code."""
+    """Return an error as one line: its own words if it names a file, else with its class and place in the
+    code.
+    """
     if isinstance(error, OSError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

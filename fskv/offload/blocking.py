@@ -47,7 +47,9 @@ class BlockingStore:
     """Calls that wait. None of them raises but ValueError for a page that is not in the memory."""
 
     def __init__(self, kv: KvStore, chunk_nbytes: int, *, num_storing: int = 1) -> None:
-        """`chunk_nbytes` is what a deadline counts; `num_storing` threads may store at the same time."""
+        """`chunk_nbytes` is the size that a deadline counts; `num_storing` threads may store at the same
+        time.
+        """
         self._kv = kv
         self._deadline = kv.deadline
         self._chunk_nbytes = chunk_nbytes

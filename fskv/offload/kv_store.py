@@ -145,9 +145,9 @@ class KvStore:
     def used(
         self, before: Sequence[ChunkId], chunks: Sequence[ChunkId], *, there: bool
     ) -> list[Use]:
-        """Note a use of a prefix: of what is moved, in its order, and of what stands before it on disk.
+        """Note a use of a prefix: its moved chunks in their order, and the chunks before them on disk.
 
-        Returns what stamps the chunks that are moved. They are `there` where they are loaded.
+        Returns the stamp of the moved chunks. They are `there` where they are loaded.
         """
         prefix = [*before, *chunks]
         if not prefix:
@@ -167,7 +167,7 @@ class KvStore:
         first_block: int = 0,
         use: Use | None = None,
     ) -> list[FileMove]:
-        """Return what stores or loads blocks [first_block, first_block + len(block_ids)) of a chunk.
+        """Return the moves of blocks [first_block, first_block + len(block_ids)) of a chunk.
 
         `block_ids` are their places in the group's KV memory. A store takes all blocks to the chunk's end.
         `use` is one of `used`.
@@ -193,7 +193,7 @@ class KvStore:
         return [FileMove(file, one, use) for one in plan.chunks]
 
     def step(self) -> list[JobResult]:
-        """Return the jobs that ended, and let the lookup know what became of their files. Call it often."""
+        """Return the jobs that ended, and tell the lookup the outcomes of their files. Call it often."""
         ended = self.mover.poll()
         self.take_news()
         self.lookup.end_step()
@@ -207,20 +207,20 @@ class KvStore:
         return news
 
     def drop(self) -> None:
-        """Touch no page of any job from now on, and forget what is known: the KV memory is given up."""
+        """Touch no page of any job from now on, and forget the index: the KV memory is given up."""
         self.mover.drop()
         self.take_news()
         self.lookup.forget()
 
     def stop(self) -> None:
-        """Neither load nor store any more, for good: the KV may not be what the identity says."""
+        """Neither load nor store any more, for good: the KV may differ from the identity."""
         self.watch.in_doubt = self.lookup.stopped = True
         self.mover.stop()
         self.take_news()
         self.lookup.forget()
 
     def close(self) -> None:
-        """Stop the threads; what is being written gets a moment to end."""
+        """Stop the threads; running stores get a moment to end."""
         self.watch.close()
         self.mover.close()
         self.lookup.close()
@@ -264,7 +264,7 @@ def open_store(
 def options_of(
     options: Mapping[str, Any], ours: Collection[str] = (), most_deadline_s: float = math.inf
 ) -> StoreConfig:
-    """Return the options of a store; raises ConfigError for vLLM's alone, but for those that are `ours`.
+    """Return the options of a store; raises ConfigError for vLLM's alone, except those in `ours`.
 
     An engine waits no longer for a call than a `load_deadline_s` of `most_deadline_s` allows.
     """

@@ -56,7 +56,7 @@ class _Store(NamedTuple):
 def patience(
     tokens_per_chunk: Iterable[int], tokens_per_s: Callable[[], float | None] = lambda: None
 ) -> Callable[[int], float]:
-    """Return what estimates the seconds of prefill that so many chunks hold, those of all groups together.
+    """Return the function that estimates the seconds of prefill for so many chunks of all groups together.
 
     `tokens_per_chunk` has a number for each group. `tokens_per_s` gives the rate; None: not measured.
     """
@@ -76,7 +76,8 @@ class Lookup:
         recompute_s: Callable[[int], float] = lambda _num_chunks: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`recompute_s` estimates what computing so many chunks takes: a slow mount is waited for that long.
+        """`recompute_s` estimates the time to compute so many chunks: a lookup waits for a slow mount that
+        long.
 
         `clock` is what the answers of the presence index age by. Both in seconds. `admission` decides about
         stores that have a viewer; without it all are stored.
@@ -102,7 +103,7 @@ class Lookup:
         # From `attach` on, unless others maintain the root: who only loads writes nothing there.
         self.capacity: Capacity | None = None
         self.stopped = False  # for good: nothing is found, nothing is stored
-        # Who stores has made the root; who only loads may be there before somebody has.
+        # An engine that stores has made the root; one that only loads may be there before.
         self._has_root = config.store
         self._files: Sequence[RankFiles] = ()
         self._num_movers = 0
@@ -173,7 +174,7 @@ class Lookup:
     # --- what is there, and what may be stored ----------------------------------------------
 
     def ask(self, chunk: ChunkId) -> tuple[Presence, Status]:
-        """Return what is known of a chunk, and for a MISS why.
+        """Return the presence of a chunk, and for a MISS the reason.
 
         UNKNOWN is to be asked again after `end_step`; after `lookup_timeout_s` at the latest it is a HIT or
         a MISS, and after ten times that where the disk answers but slowly.
@@ -201,7 +202,7 @@ class Lookup:
         return [chunk for chunk in chunks if self._take_for_store(chunk, viewer)]
 
     def end_step(self) -> None:
-        """Send what was asked for to the disk, and take the news of the maintenance process."""
+        """Send the unknown keys to the disk, and take the news of the maintenance process."""
         self.presence.flush()
         if self.capacity is not None:
             if removed := self.capacity.poll():
@@ -320,7 +321,7 @@ class Lookup:
     # --- news -------------------------------------------------------------------------------
 
     def on_news(self, news: News) -> None:
-        """Take what a mover has told, or several."""
+        """Take the news of one mover, or of several."""
         if self.capacity is not None:
             self.capacity.settle(0, news.written_nbytes)
             self.capacity.loaded(news.loaded_nbytes)
@@ -363,14 +364,14 @@ class Lookup:
             self._events.stored(chunk)
 
     def _end_store(self, chunk: ChunkId) -> None:
-        """Give back what was taken for a store: what of it is on disk now was reported by the movers."""
+        """Give back the room that was taken for a store: the movers have reported the bytes on disk."""
         if self._storing.pop(chunk, None) is not None and self.capacity is not None:
             self.capacity.settle(self._nbytes(chunk), 0)
 
     # --- the rest ---------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget what is known to be on disk, and what is on its way; the files stay."""
+        """Forget the index and the chunks on their way; the files stay."""
         self.presence.forget_all()
         for chunk in list(self._storing):
             self._end_store(chunk)
@@ -382,7 +383,7 @@ class Lookup:
             self.capacity.close()
 
     def _nbytes(self, chunk: ChunkId) -> int:
-        """Return what a chunk takes on disk, all its files together."""
+        """Return the bytes of a chunk on disk, all its files together."""
         return sum(each.file_nbytes[chunk.group_idx] for each in self._files)
 
     def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # KV memory: int8 (blocks, bytes of a page or more), or blocks without gaps.
 Memory: TypeAlias = "torch.Tensor | memoryview"
 
-# What is still being written when the engine stops may take this long; then it is left.
+# Running stores may take this long when the engine stops; then they are left.
 _CLOSE_S = 5.0
 # A worker begins without knowing how long the mount takes to answer, if that is longer than this.
 _ANSWER_S = 5.0
@@ -214,8 +214,8 @@ class Mover:
     def store(self, job_id: int, files: Sequence[FileMove], ready: Ready | None = None) -> None:
         """Begin to store files, all of a chunk's that this mover has; the pages are free when it is reported.
 
-        `ready` is an event of the stream that fills the pages, or None when they are complete. What does not
-        fit into the queue is skipped.
+        `ready` is an event of the stream that fills the pages, or None when they are complete. Files beyond
+        the queue's limit are skipped.
         """
         if self._stopped or not self._writable:
             for move in files:
@@ -236,14 +236,14 @@ class Mover:
     ) -> None:
         """Begin to load files; when it is reported, its pages are complete or `JobResult.bad` says which not.
 
-        `ready` is an event of the stream that used the pages before, or None. What is `refused` fails, and no
-        page of it is written.
+        `ready` is an event of the stream that used the pages before, or None. A `refused` job fails, and none
+        of its pages is written.
         """
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
     def use(self, number: int, depth: int) -> Use:
-        """Return what stamps a chunk of that depth in its prefix, in a use that Uses.begin has numbered."""
+        """Return the stamp of a chunk at that depth of its prefix, in a use that Uses.begin has numbered."""
         stamp = self._uses.setdefault(number, bytearray(8))
         self._uses.move_to_end(number)
         if len(self._uses) > _MAX_USES:
@@ -295,7 +295,7 @@ class Mover:
         self.drop()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Stop the threads; what is being written has `timeout_s` to end.
+        """Stop the threads; running stores have `timeout_s` to end.
 
         A device that answers no more keeps its slots, and what waits for it is left behind.
         """
@@ -329,7 +329,7 @@ class Mover:
         self._tell(chunk, status)
 
     def take_news(self) -> News:
-        """Return what the lookup must know, since the last call."""
+        """Return the news for the lookup since the last call."""
         news, self._news = self._news, News()
         if (unhealthy := self._unhealthy()) != self._told_unhealthy:
             news.unhealthy[self.number] = self._told_unhealthy = unhealthy
@@ -350,7 +350,7 @@ class Mover:
         return unhealthy
 
     def gauges(self) -> dict[Gauge, float]:
-        """Return what is in use now."""
+        """Return the gauges of slots, threads and queue."""
         return {
             metrics.SLOTS_IN_USE: float(self._runner.num_slots_used),
             metrics.THREADS_HUNG: float(self._runner.num_threads_hung),
@@ -401,7 +401,7 @@ class Mover:
             self._news.not_stored.add(chunk)
 
     def _count(self, outcomes: Sequence[FileOutcome]) -> None:
-        """Of good ones, which are many, the sums: this is the engine's time."""
+        """Sum up the good files, which are many: this is the engine's time."""
         add = self.counters.add
         for counted, is_load in ((_LOADED, True), (_STORED, False)):
             good = [o for o in outcomes if o.status is Status.OK and o.is_load is is_load]
@@ -440,7 +440,7 @@ def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | No
 
 
 class _Ending:
-    """How the files of the chunks on their way ended so far: an entry lives as long as its stores."""
+    """The outcomes so far of the files of chunks on their way: an entry lives as long as its stores."""
 
     def __init__(self) -> None:
         self._open: dict[ChunkId, int] = {}  # files without an outcome

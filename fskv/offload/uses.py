@@ -42,7 +42,7 @@ class Uses(Generic[_K]):
         is_stored_now: Callable[[_K], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`interval_s` gives what a use lasts: it follows the root.
+        """`interval_s` returns the length of a use: it follows the root.
 
         `is_stored_now` says which chunks are on their way to the disk, and cannot be touched yet.
         """

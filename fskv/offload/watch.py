@@ -22,9 +22,10 @@ _BOUNDS = (metrics.BOUND_BYTES, metrics.BOUND_LEFT_BYTES)
 
 
 class Watch:
-    """Belongs to the scheduler's thread; `_unhealthy` is called on that of the health file and only reads.
+    """The metrics and the health file of a scheduler.
 
-    Whoever made it assigns `namespace`, `in_doubt` and `off` as they become known.
+    Its owner, on the scheduler's thread, assigns `namespace`, `in_doubt` and `off` as they become known. The
+    health file's thread calls `_unhealthy`, which only reads.
     """
 
     def __init__(self, config: StoreConfig, lookup: Lookup, engine_rank: int) -> None:
@@ -48,7 +49,7 @@ class Watch:
             self._health.start()
 
     def note(self, news: News) -> None:
-        """Take what movers have told of themselves and of their loads."""
+        """Take a mover's unhealthy conditions and failed loads."""
         if news.unhealthy:
             self._unhealthy_movers = self._unhealthy_movers | news.unhealthy
         num_corrupt = sum(status is Status.CORRUPT for status in news.failed_loads.values())
@@ -57,7 +58,7 @@ class Watch:
             self._corrupt_at = time.monotonic()
 
     def read(self) -> tuple[dict[tuple[Metric, str], float], dict[Gauge, float]]:
-        """Return what was counted since the last call, and the gauges that have changed."""
+        """Return the counts since the last call, and the gauges that have changed."""
         counters = self._lookup.counters
         for metric, total in self._totals().items():
             counters.add(metric, total - self._counted.get(metric, 0))
@@ -72,7 +73,7 @@ class Watch:
             self._health.close()
 
     def _totals(self) -> dict[Metric, int]:
-        """Return what others count since the start."""
+        """Return the sums since the start that other parts count."""
         totals = {metrics.BREAKER_OPENINGS: self._lookup.breaker.num_openings}
         if self._lookup.capacity is not None:
             totals[metrics.MAINTENANCE_RESTARTS] = self._lookup.capacity.num_restarts
@@ -96,19 +97,19 @@ class Watch:
             shown[metrics.STORES_AT_FIRST_SIGHT] = float(self._lookup.admission.stores_all)
             shown[metrics.WRITTEN_UNREAD] = float(bool(self._lookup.unread))
         for gauge in self._shown.keys() - shown.keys():
-            # Whoever declared it is gone, and a gauge keeps its last value.
+            # The engine that declared it is gone, and a gauge keeps its last value.
             if isinstance(gauge, tuple) and gauge[0] in _BOUNDS:
                 shown[gauge] = math.inf
         return shown
 
     def _breaker_open(self) -> bool:
-        """Return whether the lookup's own breaker is open, or a mover's by what it has told last."""
+        """Return whether the lookup's own breaker is open, or a mover's by its last report."""
         return self._lookup.breaker.open or any(
             _BREAKER in unhealthy for unhealthy in self._unhealthy_movers.values()
         )
 
     def _unhealthy(self) -> dict[str, str]:
-        """Return a sentence for each condition that is not as it should be."""
+        """Return a sentence for each unhealthy condition."""
         unhealthy: dict[str, str] = {}
         for _, conditions in sorted(self._unhealthy_movers.items(), reverse=True):
             unhealthy |= conditions  # of several that of the first rank
@@ -144,7 +145,7 @@ class Watch:
 
 
 def root_gauges(state: RootState) -> dict[Gauge, float]:
-    """Return what the maintenance process last said."""
+    """Return the last values of the maintenance process."""
     shown: dict[Gauge, float] = {
         metrics.ROOT_BYTES: float(state.nbytes),
         metrics.ROOT_FREE_BYTES: float(state.free),

@@ -63,7 +63,7 @@ def _is_link(name: str, fd: int) -> bool:
 
 @contextlib.contextmanager
 def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Yield what `open_directory` opens."""
+    """Yield the descriptor of `open_directory`."""
     fd = open_directory(root, path, flags)
     try:
         yield fd
@@ -74,7 +74,7 @@ def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextlib.contextmanager
 def named(path: str) -> Iterator[None]:
-    """Have an OSError name `path`, not what was opened relative to a descriptor."""
+    """Let an OSError name `path` instead of a name relative to a descriptor."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def make_directory(path: str, mode: int, root: str | None = None) -> bool:
 
 
 def move_aside(path: str, aside: str, root: str) -> bool:
-    """Rename what stands at `path` and is no directory to the name `aside` beside it; False: a directory.
+    """Rename an entry at `path` that is no directory to the name `aside` beside it; False: a directory.
 
     A directory that another process makes there at this moment is put back.
     """
@@ -134,14 +134,14 @@ def _is_directory(name: str, fd: int) -> bool:
 
 
 def hand_over(fd: int, directory: str, *, dir_fd: int | None = None) -> None:
-    """Give what root has just made to the owner of its directory: else no engine of that user can read it.
+    """Give a file that root has just made to the owner of its directory, whose engines must read it.
 
-    Who is not root keeps what he makes. Where ownership cannot be given it stays, without an error.
+    A process of another user changes nothing. An owner that cannot be changed is no error.
     """
     if os.geteuid() != 0:
         return
     with contextlib.suppress(OSError):
         parent, own = os.stat(directory or ".", dir_fd=dir_fd), os.fstat(fd)
-        # What is not root's is not ours: somebody has put it in the place of what we made.
+        # Only root's file is ours: another one was put in its place.
         if own.st_uid == 0 and (0, own.st_gid) != (parent.st_uid, parent.st_gid):
             os.fchown(fd, parent.st_uid, parent.st_gid)

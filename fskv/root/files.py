@@ -1,8 +1,8 @@
 """Small files that others may write to as well: the one reader, and the one way to publish.
 
-A writer of a directory can put anything in the place of a file: a link, a FIFO whose open() waits for a
-writer, a device, or more bytes than there is memory. So this module opens without waiting, accepts only
-regular files, and reads no further than its caller allows.
+A writer of a directory can replace a file by a link, a FIFO whose open() waits for a writer, a device, or
+more bytes than the memory holds. So this module opens without waiting, accepts only regular files, and reads
+no further than its caller allows.
 
 It publishes a file by writing a private part and then naming it, whole or not at all.
 
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_NBYTES = 1 << 20
-# What file systems without hard links answer to link(): FAT, some SMB and object-store mounts.
+# Answers to link() of file systems without hard links: FAT, some SMB and object-store mounts.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES})
 
 
@@ -70,7 +70,7 @@ def regular_file(
 
 
 def read_small(path: str, most_nbytes: int, *, follow: bool = False) -> bytes:
-    """Return what a regular file holds; UnfitFileError where that is more. See `regular_file`."""
+    """Return the content of a regular file; UnfitFileError where that is more. See `regular_file`."""
     with regular_file(path, follow=follow) as file:
         content = file.read(most_nbytes + 1)
     if len(content) > most_nbytes:

@@ -45,7 +45,7 @@ class Space:
 
     @property
     def unused_nbytes(self) -> int:
-        """Bytes in nobody's use, also those that this user cannot have."""
+        """Unused bytes, those included that this user cannot have."""
         return self.free_nbytes + self.reserved_nbytes
 
     @classmethod
@@ -55,7 +55,7 @@ class Space:
 
     @classmethod
     def believed(cls, info: os.statvfs_result) -> Space:
-        """Return what can be true of an answer of statvfs. Pure."""
+        """Return the believable part of an answer of statvfs. Pure."""
         unit = unit_nbytes(info)
         # Below zero what is kept for root is in use. -1 is what many say who have no such number.
         free = 0 if -info.f_blocks <= info.f_bavail < -1 else info.f_bavail
@@ -77,7 +77,7 @@ def _pair(total: int, free: int) -> tuple[int, int]:
 
 
 def bytes_on_disk(info: os.stat_result) -> int:
-    """Return what a file takes on disk; its length where the file system does not say (yet).
+    """Return a file's bytes on disk; its length if the file system does not say (yet).
 
     Without blocks are also files that stand in their inode. They count with their length: too much, which is
     the side on which bounds hold. `csrc/files.c` counts in the same way.
@@ -88,9 +88,9 @@ def bytes_on_disk(info: os.stat_result) -> int:
 def counting_device(directory: int, name: str) -> int | None:
     """Return the `st_dev` of a file system that counts the blocks of a file as it is written, else None.
 
-    There a file without blocks takes no room. `directory` is a descriptor; `name` is free in it, and used
-    where a file needs one. What is tried is written here: random bytes, in a file that no other process can
-    open. Raises OSError where nothing can be written.
+    There a file without blocks takes no room. `directory` is a descriptor; `name` is free in it, and used if
+    a file needs one. The probe writes random bytes into a file that no other process can open. Raises OSError
+    if it cannot write.
     """
     fd = _nameless(directory, name)
     try:
@@ -147,7 +147,7 @@ def is_local(path: str) -> bool | None:
 
 
 def shows_late(path: str) -> bool:
-    """Return whether other nodes wait for a file that was written there, unless somebody sets its times.
+    """Return whether other nodes see a new file late unless its times are set.
 
     On CephFS the first stat of another client waits for the next tick of the MDS, up to 5 s, where the file
     was written with O_DIRECT: nothing has the MDS write its journal. Setting the times of the published file
@@ -157,7 +157,7 @@ def shows_late(path: str) -> bool:
 
 
 def is_full_late(path: str) -> bool:
-    """Return whether a file that was written and closed without an error may be empty for want of room.
+    """Return whether a file that was written and closed without an error may be empty for lack of room.
 
     The first one on CephFS whose pool is full: it has its length, and zeros. Only fsync tells (16.2,
     ceph-fuse); elsewhere write or close does. Reads what `shows_late` reads.

@@ -59,14 +59,14 @@ class Manifests:
             return error.errno not in _GONE
 
     def gone(self, names: Iterable[str]) -> set[str]:
-        """Return which of these are there no more; raises OSError where the root is away: nobody can tell."""
+        """Return those of them that are gone; raises OSError if the root is away and nothing is known."""
         missing = {name for name in names if not self.is_there(name)}
         if missing:
             os.stat(f"{self._root}/{FORMAT_FILE}")
         return {name for name in missing if not self.is_there(name)}  # it was away for a moment
 
     def state(self, name: str) -> tuple[int, ...]:
-        """Return what changes when a namespace's manifest does; nothing where there is none."""
+        """Return a value that changes with a namespace's manifest; empty if there is none."""
         return self._look(name) or ()
 
     def _look(self, name: str) -> tuple[int, ...] | None:

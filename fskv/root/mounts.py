@@ -1,4 +1,4 @@
-"""Which mount holds a path, read from the text of a mountinfo (proc(5)). Pure."""
+"""Finds the mount of a path, from the text of a mountinfo (proc(5)). Pure."""
 
 from __future__ import annotations
 

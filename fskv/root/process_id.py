@@ -49,7 +49,7 @@ def unique_name() -> str:
 
 
 def part_names() -> Iterator[str]:
-    """Return names of files that are being written, of this process and of nobody else."""
+    """Return unique names of parts for this process."""
     pids = iter(os.getpid, None)  # asked for each name: a forked child has another
     return map(f"{HOST}-{{}}-{TOKEN}-{{}}.part".format, pids, _COUNTER)
 
@@ -80,7 +80,7 @@ def provably_dead(name: str) -> bool:
 
 
 def is_orphan(part: str, mtime_ns: int, now_ns: int, grace_s: float = GRACE_S) -> bool:
-    """Return whether nobody will finish a part: its writer is gone, or it is too old to be waited for.
+    """Return whether a part is orphaned: its writer is gone, or it is too old.
 
     `part` is its name without PART_PREFIX, `now_ns` the file system's own clock.
     """

@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Tally:
-    """Adds up outcomes: of what goes by the judge's words for it, of the rest by its fate."""
+    """Adds up outcomes: of removed entries by the judge's words, of others by their fate."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -97,7 +97,7 @@ _ANYTHING = always("")
 
 
 def orphans(now_ns: int, grace_s: float = GRACE_S, prefix: str = "") -> Judge:
-    """Return the judge of parts: those go that nobody will finish. All that is no part is foreign.
+    """Return a judge of parts: orphaned ones go. All that is no part is foreign.
 
     `now_ns` is the file system's own clock. Parts have `prefix` before their names.
     """
@@ -153,7 +153,7 @@ class Place:
         return sorted(os.listdir(self.fd))
 
     def stat(self, name: str) -> os.stat_result:
-        """Look at what has that name; raises OSError, also where there is no such directory."""
+        """Stat the entry of that name; raises OSError, also if there is no such directory."""
         if self.error is not None:
             raise self.error
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -196,7 +196,7 @@ def sweep(
     delete: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
-    """Remove what goes by `judge` from a directory of a root, one name after the other, until `stop()`.
+    """Remove the entries of a root's directory that `judge` names for removal, one by one, until `stop()`.
 
     A directory that cannot be listed is itself an outcome, the only one.
     """

@@ -1,14 +1,14 @@
-"""The root directory and its namespaces: what makes a directory fskv's, and for whom.
+"""The root directory and its namespaces: their files, their modes and their owners.
 
-`Root.open` refuses everything that does not look right, because a wrong root is noticed at
-start-up or never: the root itself is not created, so that a mount that is missing is not taken
-for an empty cache. `Root.open_namespace` compares `namespace.json` with the engine's identity.
+`Root.open` refuses every doubtful directory, because a wrong root is noticed at start-up or never. It does
+not create the root: otherwise a missing mount would be taken for an empty cache. `Root.open_namespace`
+compares `namespace.json` with the engine's identity.
 
 Invariant: `fskv.json` and `namespace.json` are published whole and once, never changed. Many
 engines may do so at the same moment; the losers read what the winner wrote.
 
 Every call touches the disk and hangs with a dead mount: engines call this at start-up from a
-worker with a deadline. Nothing here is on the data path but `NamespaceDir`'s names.
+worker with a deadline. Only `NamespaceDir`'s names are on the data path.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _format_of(content: bytes) -> int | None:
 
 
 def read_manifest(namespace_path: str) -> Identity:
-    """Return what a namespace's manifest says, for tools; engines compare it (`Root.open_namespace`).
+    """Return the identity in a namespace's manifest, for tools; engines compare it (`Root.open_namespace`).
 
     Raises RootError where it is missing or unreadable, IdentityMismatch where it is no identity.
     """
@@ -411,7 +411,7 @@ def _os_errors_as_root_errors(path: str) -> Iterator[None]:
 
 
 def _who_may(path: str) -> str:
-    """Return owner and mode of the nearest thing on a path that can be looked at, and who asks."""
+    """Return owner and mode of the nearest visible entry on a path, and the ids of this process."""
     while True:
         try:
             info = os.stat(path)

@@ -1,1 +1,1 @@
-"""The speed of fskv on a mount, and the options that suit it: what `fskv bench` measures."""
+"""`fskv bench`: the speed of fskv on a mount, and the options that suit it."""

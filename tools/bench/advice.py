@@ -42,7 +42,7 @@ def break_even(best: Rates, bytes_per_token: int) -> float:
 
 
 def advise(found: Sequence[Rates], answer_s: float | None, bytes_per_token: int) -> list[Advice]:
-    """Return what to write into the engine's options; `answer_s` as fskv.data_path.depth measures it.
+    """Return advice for the engine's options; `answer_s` as fskv.data_path.depth measures it.
 
     There is nothing to say of an option of which one value was measured, but for the deadline.
     """
@@ -89,7 +89,7 @@ def _compared(
 
 
 def _io_threads(alike: Sequence[Rates], best: Rates, answer_s: float | None) -> tuple[str, int]:
-    """Advise `auto` unless the measured number that is nearest to what it takes is slower."""
+    """Advise `auto` unless the measured number nearest to that of `auto` is slower."""
     config = StoreConfig(root="/")  # with the defaults
     file_nbytes = file_layout(best.chunk_nbytes).file_nbytes
     wanted = wanted_threads(answer_s, file_nbytes)

@@ -1,4 +1,4 @@
-"""Runs a bench: checks what was asked for, lets all paths take turns, and cleans up."""
+"""Runs a bench: checks the arguments, lets all paths take turns, and cleans up."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class KvMemory:
 
 
 def file_layout(chunk_nbytes: int) -> FileLayout:
-    """Return what the chunk files of a bench look like: pages of one tensor."""
+    """Return the layout of a bench's chunk files: pages of one tensor."""
     return FileLayout(chunk_nbytes // PAGE_NBYTES, (PAGE_NBYTES,), bytes(16))
 
 
@@ -102,7 +102,7 @@ def chunk_id(number: int) -> ChunkId:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast chunks of one size came and went by one path: GB/s (1e9 bytes) by median, min and max."""
+    """The rates of chunks of one size by one path: GB/s (1e9 bytes) by median, min and max."""
 
     transport: str  # host or gds
     mode: str  # O_DIRECT or buffered
@@ -116,7 +116,7 @@ class Rates:
 class Contestant:
     """One path to the disk, with one number of threads, for chunks of one size.
 
-    What it wrote in a round it removes.
+    It removes its files of a round.
     """
 
     def __init__(

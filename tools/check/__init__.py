@@ -1,1 +1,3 @@
-"""Are chunk files what their names and headers say? Only `removal` changes anything on a disk."""
+"""The judgement of chunk files: do they agree with their names and headers? Only `removal` changes anything
+on a disk.
+"""

@@ -1,4 +1,4 @@
-"""The parts of one chunk file, for people who look at it: where it belongs, its rows and its spans.
+"""The parts of one chunk file, for inspection: its place, its rows and its spans.
 
 Reads a file of any length with a reader's buffer and the header; rows and spans are made one at a time. A
 file that is too short or too long still has its rows judged, as far as they are there.
@@ -46,7 +46,7 @@ class Place:
         return expected_of(one.identity, one.digest16) if one else NOTHING
 
     def group(self, group_idx: int) -> GroupIdentity | None:
-        """Return what the namespace's manifest says of a group."""
+        """Return a group's entry in the namespace's manifest."""
         identity = self.namespace.identity if self.namespace else None
         groups = identity.groups if identity else ()
         return next((one for one in groups if one.group_idx == group_idx), None)
@@ -74,7 +74,7 @@ def place(path: str) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What an open file turned out to be."""
+    """The content of an open file, judged."""
 
     file: OpenFile | None  # None: it could not be opened
     verdict: Verdict
@@ -98,7 +98,7 @@ def examine(file: OpenFile, where: Place) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the payload: is it what the header's table says?"""
+    """A row of the payload, compared with the header's table."""
 
     row: int
     offset: int  # in the file

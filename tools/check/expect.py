@@ -26,7 +26,7 @@ class Expected:
     layouts: Mapping[int, FileLayout | None] | None = None  # by group; None: not in the manifest
 
     def layout(self, name: ChunkName | None) -> FileLayout | None:
-        """Return what the files of that name's group look like, if that is known."""
+        """Return the layout of the files of that name's group, if it is known."""
         return self.layouts.get(name.group_idx) if self.layouts and name else None
 
     def compare(self, header: ChunkHeader, name: ChunkName | None) -> None:
@@ -61,13 +61,13 @@ def _same(what: str, found: int | str, expected: int | str) -> None:
 
 
 def layout_of(header: ChunkHeader) -> FileLayout:
-    """Return what a header says about the files of its group."""
+    """Return the layout that a header gives for the files of its group."""
     return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
 
 
 @lru_cache(maxsize=16)  # a copy asks for each of its files
 def expected_of(identity: Identity | None, digest16: str) -> Expected:
-    """Return what the files below a directory of this name and with this manifest must say."""
+    """Return the expected facts of the files below a directory of this name and with this manifest."""
     if identity is None:
         return Expected(digest16=digest16)
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}

@@ -106,7 +106,7 @@ class OpenFile:
         self._fd = -1
 
     def __enter__(self) -> Self:
-        """Open it; raises a ChunkError for anything but a regular file, and waits for nobody."""
+        """Open the file without waiting; raises a ChunkError for anything but a regular file."""
         try:
             try:
                 self._fd = self._open(os.O_DIRECT if self._direct else 0)
@@ -127,7 +127,7 @@ class OpenFile:
         return self
 
     def _check_kind(self) -> None:
-        """Raise ChunkStale, which says what it is, for anything but a regular file."""
+        """Raise ChunkStale, with the kind, for anything but a regular file."""
         with contextlib.suppress(OSError):
             info = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
             if kind := _KINDS.get(stat.S_IFMT(info.st_mode)):
@@ -183,7 +183,7 @@ class OpenFile:
         return bytes(start)
 
     def is_there(self) -> bool:
-        """Whether its name is still that of this very file. It is open: its inode cannot be another's."""
+        """Return whether the name is still that of this open file, whose inode cannot be another's."""
         try:
             now = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
         except OSError:
@@ -220,7 +220,7 @@ def judge(
 def _look(
     path: OpenFile, chunk: ChunkName | None, expected: Expected, rows: bool
 ) -> Verdict | None:
-    """Judge what is there now; None where it was replaced, or a server dropped it, meanwhile."""
+    """Judge the file as it is now; None where it was replaced, or a server dropped it, meanwhile."""
     try:
         with path as file:
             first = judge_open(file, chunk, expected, rows)
@@ -260,7 +260,7 @@ def _errno(error: ChunkError) -> int | None:
 
 
 def finding_of(error: ChunkError) -> tuple[Finding, str]:
-    """Return what an error of a chunk file says of the file."""
+    """Return the finding for an error of a chunk file."""
     if isinstance(error, ChunkMissing):
         return Finding.VANISHED, str(error)
     if isinstance(error, ChunkCorrupt):
@@ -275,7 +275,7 @@ def finding_of(error: ChunkError) -> tuple[Finding, str]:
 def read_header(
     file: OpenFile, chunk: ChunkName | None, expected: Expected, *, whole: bool
 ) -> tuple[ChunkHeader, memoryview]:
-    """Steps 2 to 6: the header, checked, and what of the payload was read with it (`whole`).
+    """Do steps 2 to 6: check the header, and return the part of the payload that was read with it (`whole`).
 
     Raises ChunkCorrupt and ChunkStale.
     """

@@ -38,7 +38,7 @@ REMOVED = "removed"
 
 @dataclass(frozen=True, slots=True)
 class Bad(FileOf):
-    """A file that is not as it should be."""
+    """A file with a finding."""
 
     finding: Finding
     reason: str
@@ -51,7 +51,7 @@ class Bad(FileOf):
 
     @property
     def is_sure(self) -> bool:
-        """Whether it may be removed: corrupt or stale, and no other file's or manifest's fault."""
+        """True if it may be removed: corrupt or stale, and no other file's or manifest's fault."""
         is_stale = self.finding is Finding.STALE and self.namespace.identity is not None
         return self.info is not None and (self.finding is Finding.CORRUPT or is_stale)
 
@@ -85,7 +85,7 @@ class Tally:
     unlistable: int = 0
 
     def add(self, other: Tally) -> None:
-        """Add what was judged."""
+        """Add a judged file."""
         self.files += other.files
         self.data_files += other.data_files
         self.nbytes_read += other.nbytes_read
@@ -124,7 +124,7 @@ class Run:
         self.seconds = 0.0
 
     def events(self) -> Generator[Bad | Unlistable | tuple[int, int]]:
-        """Yield what is found, and how far it is (namespace, directory). Close it to stop."""
+        """Yield the findings, and the progress (namespace, directory). Close it to stop."""
         started, switch_s = time.monotonic(), sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         pool = ThreadPoolExecutor(self._threads, "fskv-verify")

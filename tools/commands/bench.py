@@ -17,21 +17,21 @@ LINES = {
     "rates": {
         "transport": "host or gds",
         "mode": "O_DIRECT or buffered",
-        "threads": "I/O threads",
+        "threads": "",
         "chunk_nbytes": "KV in a chunk file",
         "num_chunks": "of a round",
         "store": f"10^9 bytes a second: {_SPREAD}",
         "load": "the same, past the page cache",
     },
     "advice": {
-        "option": "of the engine",
-        "value": "what suits this mount; null where no difference was measured",
-        "why": "text",
+        "option": "",
+        "value": "best for this mount; null where no difference was measured",
+        "why": "",
     },
     "summary": {
-        "answer_s": "until a file is open and its first page read, or null",
+        "answer_s": "seconds to open a file and read its first page, or null",
         "load": "10^9 bytes a second with the advised options",
-        "tokens_per_s": "the same in tokens: a slower prefill loses to loading",
+        "tokens_per_s": "the same in tokens",
     },
 }
 
@@ -50,15 +50,15 @@ def command(
     bytes_per_token: BytesPerTokenOption = BYTES_PER_TOKEN,
     cuda: Annotated[
         bool,
-        typer.Option("--cuda", help="Have the KV on a GPU, and measure GDS too (needs torch)."),
+        typer.Option("--cuda", help="Keep the KV on a GPU, and measure GDS too (needs torch)."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure store and load on the storage of a directory, and say which options suit it.
+    """Measure store and load on the storage of a directory, and advise options.
 
-    Every loaded byte is compared. It takes a minute, in a directory of its own below DIRECTORY, which it
-    removes. Options are advised only where ranges differ. Exit code 1 if something could not be stored or
-    loaded, or was wrong.
+    It compares every loaded byte. It takes a minute, and removes its own directory below DIRECTORY. Options
+    are advised only where ranges differ. An engine that prefills fewer tokens a second than the last line
+    says gains by loading. Exit code 1 if something could not be stored or loaded, or was wrong.
     """
     # Not before: without the C extension these cannot be imported.
     from ..bench.advice import advise, best_of, break_even

@@ -29,21 +29,21 @@ LINES = {
     },
     "summary": {
         "stored": "files",
-        "stored_nbytes": "their length",
-        "there": "good files that were there already",
-        "gone": "files pruned from the source meanwhile",
+        "stored_nbytes": "",
+        "there": "good files there before",
+        "gone": "files pruned meanwhile",
         "bad": "files and namespaces that failed a check",
-        "failed": "files and namespaces that could not be read or written",
-        "no_room": "files for which the root is full",
+        "failed": "those that could not be read or written",
+        "no_room": "files without room",
         "unlistable": "directories that could not be listed",
-        "dry_run": "whether nothing was written",
+        "dry_run": "whether `--dry-run` was given",
     },
 }
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts outcomes, and says what is wrong as it comes."""
+    """Counts outcomes, and prints each problem as it comes."""
 
     as_json: bool
     newer_ns: int  # files that were used last before that stay
@@ -77,13 +77,13 @@ def command(
     namespaces: NamespacesArgument = None,
     newer_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Only what was used within this time, such as 12h, 30d."),
+        typer.Option(metavar="AGE", help="Only chunks used within this time, such as 12h, 30d."),
     ] = None,
     keep_free: Annotated[
         str,
         typer.Option(
             metavar="SIZE|PERCENT",
-            help="Stop where less would stay free on the other root's file system.",
+            help="Stop where less would stay free at the destination.",
         ),
     ] = "2%",
     create: Annotated[
@@ -93,13 +93,11 @@ def command(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy namespaces, or what was used of them lately, from one root to another.
+    """Copy namespaces, or their recently used chunks, from one root to another.
 
-    Every byte is checked. Good files that are there already stay: run an interrupted copy again. It stops at
-    a bound of the other root's living engines, and prunes nothing. Times of last use are kept. The other
-    root's owner gets the files; where it could not read them nothing is written.
-
-    Exit code 1 if something is bad, 3 if something could not be read or stored.
+    Every byte is checked. Good files at the destination stay: run an interrupted copy again. Times of last
+    use are kept. The copy stops at a bound of the destination's living engines, and prunes nothing. The
+    destination's owner gets the files. If that user could not read them, nothing is written.
     """
     kept = parse_keep_free("--keep-free", keep_free)
     newer_s = None if newer_than is None else age_option("--newer-than", newer_than)
@@ -141,7 +139,7 @@ def _nbytes(one: Namespace) -> int:
 
 
 def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:
-    """Say what was done, and how to go on where it was not all."""
+    """Print the sums, and the next step after an incomplete copy."""
     files, nbytes = tally.files, tally.stored_nbytes
     if room.refusal is not None:
         say(f"stopped: {room.refusal}")

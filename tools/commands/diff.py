@@ -17,17 +17,17 @@ from ..terminal import emit, fill, show
 
 LINES = {
     "difference": {
-        "field": "field of the identity; a part of `extra` as extra.PART",
-        "meaning": "why it matters, and what to do to share",
-        "paths": "list of objects: path (below the identity), a and b (JSON values), a_absent and b_absent",
+        "field": "of the identity, or extra.PART",
+        "meaning": "why it matters, and how to share",
+        "paths": "objects: path (in the identity), a and b (JSON values), a_absent and b_absent",
     },
     "summary": {
         "a": "ARCH/MODEL@DIGEST",
         "b": "ARCH/MODEL@DIGEST",
         "equal": "whether they are one namespace",
-        "headline": "one sentence, or null",
-        "fields": "number of fields that differ",
-        "paths": "number of values that differ",
+        "headline": "a sentence, or null",
+        "fields": "number of differing fields",
+        "paths": "number of differing values",
     },
 }
 
@@ -41,20 +41,19 @@ def _identity(metavar: str, text: str) -> Any:
 def command(
     a: Annotated[
         str,
-        _identity("A", "A namespace of the root, or the path of its directory or namespace.json."),
+        _identity("A", "A namespace, its directory, or a path of a namespace.json."),
     ],
     b: Annotated[str, _identity("B", "The other one, likewise.")],
     root: Annotated[str | None, root_option("The cache root; not needed for two paths.")] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the fields that differ only, one per line.")
+        bool, typer.Option("--quiet", "-q", help="Print only the differing fields, one per line.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why two engines do not share: which fields of their identities differ, in words.
+    """Say why two engines do not share: name the differing fields of their identities, and the remedies.
 
-    An engine records its identity in the namespace.json of its namespace, so a copy of that file from another
-    node stands for the engine there. Every difference comes with what to do about it. Exit code 0 if the two
-    are one namespace, 1 if they differ or one of them is damaged.
+    An engine's identity is in its namespace.json. A copy of that file from another node will do. Exit code 1
+    if they differ or one of them is damaged.
     """
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
@@ -75,7 +74,7 @@ def command(
 
 
 def _two_models(found: list[Reason]) -> bool:
-    """Whether both the name and the weights differ: no option makes other KV of a model's KV."""
+    """Return whether both the name and the weights differ: no option makes other KV of a model's KV."""
     return {"model_name", "weights"} <= {reason.field for reason in found}
 
 

@@ -1,4 +1,4 @@
-"""`fskv doctor`: a machine, a mount and a root, and what to do about them."""
+"""`fskv doctor`: checks of a machine, a mount and a root, with remedies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..terminal import emit, many, new_table, plain, print_table, say
 
 LINES = {
     "finding": {
-        "check": "what was looked at",
-        "level": "`problem`, `warning`, `hint`, `note` (something is absent) or `ok`",
-        "found": "what was found, in words",
-        "advice": "what to do, or null",
+        "check": "its subject",
+        "level": "`problem`, `warning`, `hint`, `note` (of an absent thing) or `ok`",
+        "found": "in words",
+        "advice": "the remedy, or null",
     },
     "summary": {
-        "root": "the root that was looked at, or null for none or several",
-        **{level.value: "number of findings of that level" for level in Level},
+        "root": "null for none or several",
+        **{level.value: "findings of that level" for level in Level},
     },
 }
 _STYLES = {
@@ -47,29 +47,29 @@ def command(
     ] = None,
     root: Annotated[
         str | None,
-        root_option("The cache root, or a directory that is to be one. Default: only the machine."),
+        root_option("The cache root, or a directory to become one. Default: none."),
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(min=0.1, max=600, callback=seconds, help="Seconds that each check may take."),
+        typer.Option(min=0.1, max=600, callback=seconds, help="Seconds for each check."),
     ] = 10.0,
-    no_write: Annotated[bool, typer.Option("--no-write", help="Try nothing out.")] = False,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Write no test files.")] = False,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="JSON|FILE|LINE",
-            help="What an engine gets: the JSON of --kv-transfer-config, a file with it, a line or a script "
-            "of vllm serve, or YAML that starts servers. Its roots are looked at, instead of --root.",
+            help="An engine's configuration: the JSON of --kv-transfer-config, a file with it, a line or a "
+            "script of vllm serve, or YAML that starts servers. Its roots count instead of --root.",
             show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at this machine, the mount and the root, and say what to do about what is found.
+    """Check this machine, the mount and the root, and give a remedy for each finding.
 
-    What the file system does (O_DIRECT, rename, links, clocks) is tried out with files of a moment in the
-    root, which are removed again; nothing is written to what is no root, nor for engines that only load. A
-    mount that hangs is a finding. Problems come first. Exit code 1 if there is one; all else is 0.
+    It tries O_DIRECT, rename, links and clocks with short-lived files in the root. It writes nothing
+    outside of roots, nor for engines that only load. A mount that hangs is a finding. Exit code 1 if there is
+    a problem, else 0.
     """
     if directory is not None and config is not None:
         raise UsageError("DIR, --config: found both, expected one of them")

@@ -1,4 +1,4 @@
-"""`fskv du`: what takes how much room."""
+"""`fskv du`: disk usage."""
 
 from __future__ import annotations
 
@@ -34,52 +34,52 @@ from ..usage import Key, NamespaceUsage, RootUsage
 
 _COUNTS = {
     "files": "chunk files",
-    "nbytes_on_disk": "what they take on disk",
-    "unused": "list of objects with `age` (such as 7d), `files` and `nbytes_on_disk` not used for so long",
+    "nbytes_on_disk": "their bytes on disk",
+    "unused": "for each `age` (such as 7d) `files` and `nbytes_on_disk` unused for so long",
 }
 LINES = {
     "use": {
         "by": "`namespace`, `tenant` or `group`",
-        "namespace": "ARCH/MODEL@DIGEST, with `namespace`, else null",
-        "tenant": "with `tenant` and `namespace`; null also for none",
-        "group": "with `group`: the kind of KV group, such as `full`; `unknown` without a good identity",
+        "namespace": "ARCH/MODEL@DIGEST if `by` is `namespace`, else null",
+        "tenant": "unless `by` is `group`; null for none",
+        "group": "kind of KV group if `by` is `group`; `unknown` without a good identity",
         **_COUNTS,
     },
     "garbage": {
         "namespace": "ARCH/MODEL@DIGEST",
-        "orphaned_parts": "parts whose writer is gone, or older than an hour",
-        "orphaned_nbytes": "bytes on disk of these",
-        "parts_in_progress": "parts that are being written",
-        "in_progress_nbytes": "bytes on disk of these",
+        "orphaned_parts": "parts of dead writers, or older than an hour",
+        "orphaned_nbytes": "their bytes on disk",
+        "parts_in_progress": "",
+        "in_progress_nbytes": "their bytes on disk",
         "foreign": "entries among the chunks that fskv did not make",
-        "problem": "what is wrong with its namespace.json, or null: no engine uses its files then",
+        "problem": "damage of its namespace.json, or null",
         "unlistable": "directories that could not be listed",
     },
     "filesystem": {
         "nbytes": "its size",
-        "free_nbytes": "free for this user",
-        "inodes": "its inodes; 0 where it has no such number, or none that can be true",
-        "free_inodes": "free ones",
+        "free_nbytes": "free bytes for this user",
+        "inodes": "0: unknown",
+        "free_inodes": "",
     },
     "bound": {
-        "scope": "`root`, `tenant` or `free` (what of the file system may be in use)",
-        "name": "of the tenant, or null",
-        "limit": "bytes; the smallest of all that living engines and watchers were given",
-        "used": "bytes in use, as the engines know it",
+        "scope": "`root`, `tenant` or `free` (of the file system)",
+        "name": "the tenant, or null",
+        "limit": "bytes; the smallest of living engines and watchers",
+        "used": "bytes, by the engines' count",
     },
     "target": {
         "option": "an option of `fskv prune`",
-        "files": "files that it would remove, by what is known now",
+        "files": "files that it would remove now",
         "nbytes_on_disk": "bytes that it would free",
     },
     "summary": {
         **_COUNTS,
         "namespaces": "number of namespaces",
-        "problems": "namespaces with a damaged identity",
-        "foreign": "foreign entries among the chunks",
+        "problems": "namespaces with a damaged namespace.json",
+        "foreign": "entries among the chunks that fskv did not make",
         "unlistable": "directories that could not be listed",
-        "heartbeats": "engines and watchers that live",
-        "counted_at": "when they last walked all of it, or null",
+        "heartbeats": "living engines and watchers",
+        "counted_at": "time of their last walk, or null",
     },
 }
 
@@ -109,17 +109,15 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="AGE",
-            help="Show what was not used for so long; may be repeated. Default: 1d, 7d, 30d.",
+            help="Count chunks unused for so long; may be repeated. Default: 1d, 7d, 30d.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what takes how much room, by namespace, tenant and kind of KV group.
+    """Show disk usage by namespace, tenant and kind of KV group.
 
-    Also garbage, the file system's free space, the bounds of the engines that live, and what pruning would
-    free. Every file is looked at, so that last uses are those of now. `fskv prune` removes garbage.
-
-    Exit code 1 if a namespace's identity is damaged, 3 if something could not be listed.
+    It looks at every file. It also shows garbage (`fskv prune` removes it), free space, the bounds of living
+    engines, and the effect of a prune.
     """
     view = RootView.open(root)
     spaces = view.matching(namespace)

@@ -36,30 +36,30 @@ LINES = {
     "chunk": {
         "group": "index of the KV group",
         "group_kind": "full, mla, sliding_window, chunked_local or state, with its variant",
-        "chunk": "number of the chunk",
-        "start_token": "first token",
+        "chunk": "",
+        "start_token": "",
         "end_token": "token after the last",
         "key": "the engine's key in hex",
-        "use": "loaded (the hit needs it), wanted (a longer hit would), unused",
-        "present": "whether a lookup finds it: every file is there with its length",
-        "files": "list of objects: path, rank, found, state, detail, nbytes, mtime_ns, last_used, "
+        "use": "loaded (the hit needs it), wanted (a longer hit needs it), unused",
+        "present": "whether a lookup finds all its files",
+        "files": "objects: path, rank, found, state, detail, nbytes, mtime_ns, last_used, "
         "first_block",
     },
     "cause": {
-        "group": "index of the KV group; null: about the root or the server",
-        "chunk": "number of the chunk, of several the first, or null",
-        "last_chunk": "number of the last one, or null",
-        "namespace": "another namespace of the root, which has them, or null",
-        "hit_tokens": "tokens that would hit there, or null",
-        "text": "why they are not there or cannot be loaded; the likeliest cause is the first line",
+        "group": "index of the KV group; null: of the root or the server",
+        "chunk": "number of the first chunk, or null",
+        "last_chunk": "number of the last chunk, or null",
+        "namespace": "another one that has these chunks, or null",
+        "hit_tokens": "of a hit there, or null",
+        "text": "the cause; the likeliest comes first",
     },
     "summary": {
         "namespace": "ARCH/MODEL@DIGEST",
-        "tokens": "tokens of the prompt",
-        "lookup_tokens": "tokens that a lookup finds",
-        "hit_tokens": "tokens that would be served: those, or none if a load fails",
-        "best_tokens": "tokens that such a prompt can hit at most",
-        "verdict": "one sentence",
+        "tokens": "of the prompt",
+        "lookup_tokens": "found by a lookup",
+        "hit_tokens": "served: the same, or 0 if a load fails",
+        "best_tokens": "the most that such a prompt can hit",
+        "verdict": "a sentence",
     },
 }
 _USES = {"loaded": "loads it", "wanted": "would need it", "unused": "-"}
@@ -73,7 +73,7 @@ def command(
         typer.Argument(
             metavar="NAMESPACE",
             autocompletion=complete_namespace,
-            help="Whose prompt it is. Default: the namespace of the server of --url, or the only one of "
+            help="The engine's namespace. Default: that of the server at --url, or the only one of "
             "the root.",
             show_default=False,
         ),
@@ -87,19 +87,16 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a prompt would hit or miss: the likeliest cause first, group by group, chunk by chunk.
+    """Say why a prompt would hit or miss: the likeliest cause, then each group and chunk.
 
-    The engine's keys are computed from token ids, as vLLM 0.32 does, and every chunk of the prompt is looked
-    for: every rank's file, its length and its header. The rule of the engine decides how far the hit goes:
-    full attention needs every chunk, a sliding window the chunks in reach of the end of the hit, a state the
-    last one. With --prompt the text of the first tokens that are not there is quoted.
+    It computes the keys of vLLM 0.32 from token ids, and checks name, length and header of each file. A hit
+    needs every chunk with full attention, the chunks within the window before its end with a sliding window,
+    and the last chunk with a state. With --prompt it quotes the text of the first missing tokens.
 
-    What is approximated: the engine's own memory, requests that load the same chunks at the same time, MTP
-    (behind FskvTier vLLM leaves out the last chunk, and no hit ends inside a block), and limits that a
-    request sets itself. Keys of requests with images, audio, embeddings or an adapter cannot be computed from
-    token ids. Only `fskv verify --read-data` checks every byte of a file.
-
-    Exit code 0 if everything that can hit would (of a prompt without a whole chunk: nothing), 1 if not.
+    It approximates the engine's own memory, requests that load the same chunks at the same time, MTP (behind
+    FskvTier vLLM leaves out the last chunk, and no hit ends inside a block), and limits of single requests.
+    It cannot compute keys of requests with images, audio, embeddings or an adapter. Only `fskv verify
+    --read-data` checks every byte. Exit code 1 if the prompt could hit more.
     """
     if (tokens is None) == (prompt is None):
         raise UsageError("expected one of --prompt and --tokens")

@@ -1,4 +1,4 @@
-"""`fskv inspect`: what a chunk file says of itself, and whether it is true."""
+"""`fskv inspect`: the header, rows and spans of a chunk file, judged."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from ..terminal import emit, iec, last_use, rfc3339, say, show
 
 LINES = {
     "file": {
-        "id": "DIGEST/NAME.gGROUP[.rRANK]; the path of a file that is in no namespace",
+        "id": "DIGEST/NAME.gGROUP[.rRANK], or the path of a file outside of a namespace",
         "path": "the file",
-        "finding": "ok, corrupt, stale, unreadable or vanished, as `verify --read-data` says it",
-        "reason": "what was found, in words; empty for ok",
-        "nbytes": "length of the file, or null",
-        "nbytes_on_disk": "what it takes on disk, or null",
-        "last_used": "time (mtime), or null",
+        "finding": "ok, corrupt, stale, unreadable or vanished (see `verify`)",
+        "reason": "in words; empty for ok",
+        "nbytes": "length, or null",
+        "nbytes_on_disk": "bytes on disk, or null",
+        "last_used": "mtime, or null",
         "namespace": "directory of its namespace, or null",
-        "problem": "what is wrong with that namespace's manifest, or null",
-        "header": "object, or null where the header fails its checks; see docs/format.md",
-        "agrees": "object: whether name, group, rank, namespace and layout of the header are those of "
-        "the path and the manifest; null where nobody can know",
-        "rows": "number of rows",
-        "bad_rows": "rows that fail their checksum or are missing",
-        "spans": "number of spans: blocks x pages",
+        "problem": "damage of its namespace.json, or null",
+        "header": "object (docs/format.md), or null where it fails its checks",
+        "agrees": "object: whether the header agrees with path and namespace.json in each of name, group, "
+        "rank, namespace and layout; null: unknown",
+        "rows": "",
+        "bad_rows": "damaged or missing rows",
+        "spans": "blocks x pages",
     },
     "row": {
-        "row": "number",
+        "row": "",
         "offset": "in the file",
         "nbytes": "length",
         "status": "ok, bad or missing",
         "expected": "XXH3-64 in the header, hex",
-        "found": "XXH3-64 of the bytes, hex; null where the row is missing",
+        "found": "XXH3-64 of the bytes, hex, or null",
     },
     "span": {
         "block": "number in the chunk",
@@ -56,10 +56,10 @@ LINES = {
         "nbytes": "length",
         "first_row": "row of its first byte",
         "last_row": "row of its last byte",
-        "stored": "false before `first_block`: zeros that are no KV",
-        "layer": "name, or null where the manifest has none",
+        "stored": "false before `first_block`",
+        "layer": "name, or null",
     },
-    "summary": {"files": "files looked at", "bad": "files that are not ok"},
+    "summary": {"files": "chunk files", "bad": "files that are not ok"},
 }
 _SHOWN = 24  # rows and spans that a person is shown without --all
 _AGREES = {True: "  agrees", False: "  DOES NOT AGREE", None: ""}
@@ -71,7 +71,7 @@ def command(
         str,
         typer.Argument(
             metavar="KEY|PATH",
-            help="A chunk as `ls --chunks` names it, the engine's key in hex, or a path of any file.",
+            help="A chunk as in `ls --chunks`, the engine's key in hex, or a file.",
         ),
     ],
     root: Annotated[str | None, root_option("The cache root; not needed for a path.")] = None,
@@ -79,10 +79,9 @@ def command(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a chunk file's header, identity, spans and rows, and judge it; all files of a chunk for a key.
+    """Show header, identity, spans and rows of a chunk file, and judge it; for a key, all files of its chunk.
 
-    A path need not be in a root: such a file is judged by itself. Exit code 1 if anything is wrong with one
-    of the files, 3 if one could not be read.
+    A file outside of a root is judged by itself.
     """
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")

@@ -34,31 +34,31 @@ from ..terminal import (
 LINES = {
     "namespace": {
         "namespace": "ARCH/MODEL@DIGEST",
-        "arch": "GPU or CPU architecture",
-        "model": "the model's name, as the directory has it",
-        "digest": "16 hex digits of the identity's digest",
+        "arch": "architecture of the GPU or CPU",
+        "model": "its name in the directory",
+        "digest": "16 hex digits",
         "tenant": "text or null",
         "path": "its directory",
-        "chunks": "chunks; the files of all ranks of a group are one",
+        "chunks": "chunks; the files of all ranks are one",
         "files": "chunk files",
-        "nbytes": "bytes on disk of chunk files and parts",
-        "last_used": "time of the last use of any chunk, or null; at least that (see --fresh)",
+        "nbytes": "bytes on disk, with parts",
+        "last_used": "newest last use (mtime), or null; perhaps later without --fresh",
         "unlistable": "directories of chunks that could not be listed",
-        "problem": "what is wrong with its namespace.json, or null",
+        "problem": "damage of its namespace.json, or null",
     },
     "chunk": {
         "id": "DIGEST/NAME.gGROUP[.rRANK]",
         "namespace": "ARCH/MODEL@DIGEST",
         "path": "the chunk file",
         "nbytes": "bytes on disk",
-        "last_used": "time",
+        "last_used": "mtime, or null",
     },
     "summary": {
-        "namespaces": "number of namespaces that were looked at",
-        "chunks": "their chunks; null with --chunks",
-        "files": "their chunk files; with --chunks those listed",
-        "nbytes": "bytes on disk of these files",
-        "problems": "namespaces with a problem",
+        "namespaces": "number of namespaces",
+        "chunks": "null with --chunks",
+        "files": "chunk files",
+        "nbytes": "bytes on disk",
+        "problems": "namespaces with a damaged namespace.json",
         "unlistable": "directories that could not be listed",
     },
 }
@@ -84,7 +84,7 @@ class Form(StrEnum):
 
 @dataclass(slots=True)
 class _Row:
-    """A namespace, and what is in it."""
+    """A namespace, with its counts."""
 
     namespace: Namespace
     chunks: int = 0
@@ -112,17 +112,19 @@ def command(
     chunks: Annotated[bool, typer.Option("--chunks", help="List chunk files.")] = False,
     sort: Annotated[
         Sort | None,
-        typer.Option(help="Largest or least recently used first. Default: as they come."),
+        typer.Option(
+            help="`size`: largest first. `used`: least recently used first. Default: unsorted."
+        ),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-r", help="Reverse --sort.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="List no more than this.")] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Only what was not used for so long, such as 12h or 30d."),
+        typer.Option(metavar="AGE", help="Only chunks unused for so long, such as 12h or 30d."),
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Look at every file, not only at directories that changed."),
+        typer.Option("--fresh", help="Look at every file."),
     ] = False,
     quiet: QuietOption = False,
     path: Annotated[bool, typer.Option("--path", help="Print paths only, one per line.")] = False,
@@ -130,10 +132,9 @@ def command(
 ) -> None:
     """List namespaces with their chunks, size and last use; with --chunks the chunk files.
 
-    Namespaces are counted from their snapshot and from the directories that changed since; a file in one that
-    did not change may have been used since. --chunks looks at every file. `--path NAMESPACE` prints the
-    directory of a namespace for a script. Exit code 1 if a namespace's identity is damaged, 3 if something
-    could not be listed.
+    Counts come from a namespace's snapshot and from directories that changed since, so a last use may be
+    older than the true one. --fresh and --chunks look at every file. `--path NAMESPACE` prints a namespace's
+    directory.
     """
     wanted = {Form.JSON: as_json, Form.IDS: quiet, Form.PATHS: path}
     forms = [form for form in wanted if wanted[form]]
@@ -175,7 +176,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is listed, and in which order."""
+    """The filter and the order of a listing."""
 
     sort: Sort | None
     limit: int | None
@@ -200,7 +201,7 @@ class _Query:
 
 @dataclass(slots=True)
 class _Total:
-    """Walks namespaces, and counts what is shown of them."""
+    """Walks namespaces, and counts the listed ones."""
 
     chunks: int = 0
     files: int = 0

@@ -1,4 +1,4 @@
-"""`fskv plan`: what a model's KV takes on disk, and from which rate of storage on loading it is faster."""
+"""`fskv plan`: the disk usage of a model's KV, and the storage rate above which loading it is faster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LINES = {
         "group": "index of the KV group",
         "group_kind": "full, mla, sliding_window, chunked_local or state",
         "window_tokens": "or null",
-        "layer_names": "of the engine",
-        "tokens_per_block": "of the engine",
-        "tokens_per_chunk": "of fskv",
+        "layer_names": "",
+        "tokens_per_block": "",
+        "tokens_per_chunk": "",
         "page_nbytes": "of each layer's block, in one file",
         "files_per_chunk": "one for each rank, or slice of KV heads",
         "file_nbytes": "with its header",
@@ -31,21 +31,21 @@ LINES = {
     "warning": {"text": "what the engine will warn of at its start"},
     "summary": {
         "source": "of the groups",
-        "notes": "rules",
+        "notes": "",
         "dtype": "of the model",
-        "kv_cache_dtype": "of the KV",
-        "blocks_per_chunk": "of the engine",
+        "kv_cache_dtype": "",
+        "blocks_per_chunk": "",
         "max_model_len": "null where a namespace does not say it",
         "kv_nbytes_per_token": "on all ranks, without states",
         "disk_nbytes_per_token": "of such a prompt",
-        "prompt_tokens": "of the prompt that what follows is about",
-        "prompt_files": "on disk, at most",
-        "prompt_nbytes": "of these files",
+        "prompt_tokens": "of a prompt; the next fields are about it",
+        "prompt_files": "at most",
+        "prompt_nbytes": "",
         "hit_tokens": "of a hit of it",
         "hit_files": "on all ranks",
         "hit_nbytes": "of KV",
-        "disk_tokens": "of such prompts that --disk holds, or null",
-        "break_even_rate": "bytes/s at which loading takes as long as computing, or null",
+        "disk_tokens": "in --disk, or null",
+        "break_even_rate": "bytes/s above which loading beats computing, or null",
     },
 }
 _NAMED = "As the engine's."
@@ -63,7 +63,7 @@ def command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A config.json or its directory, or a namespace.",
+            help="A config.json, its directory, or a namespace.",
             show_default=False,
         ),
     ],
@@ -85,7 +85,7 @@ def command(
         int, typer.Option(min=1, max=1 << 24, help="Tokens of a prompt, at most max_model_len.")
     ] = 8192,
     disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Say how many tokens a bound holds: 10TiB.")
+        str | None, typer.Option(metavar="SIZE", help="Say how many tokens this room holds: 10TiB.")
     ] = None,
     prefill_rate: Annotated[
         int | None, typer.Option(min=1, help="Tokens per second that the engine computes: 8000.")
@@ -94,9 +94,9 @@ def command(
 ) -> None:
     """Plan chunks, disk and hits of a model.
 
-    vLLM's own class of the model, built without weights, says which KV groups there are. Without vLLM,
-    arithmetic knows full attention, sliding windows and MLA of common models. A namespace has the numbers of
-    its engine: give its directory, or its name and --root. Disk is reckoned for prompts that share nothing.
+    vLLM's own class of the model, built without weights, names the KV groups. Without vLLM, fskv knows full
+    attention, sliding windows and MLA of common models. A namespace (its directory, or its name and --root)
+    has the numbers of its engine. Disk is reckoned for prompts that share nothing.
     """
     bound = 0 if disk is None else size_option("--disk", disk)
     interval = prefix_cache_retention_interval

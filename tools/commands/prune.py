@@ -1,4 +1,4 @@
-"""`fskv prune`: remove what was used least recently and what nobody needs, once or for as long as it runs."""
+"""`fskv prune`: removes garbage and the least recently used chunks, once or for as long as it runs."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ from ..terminal import (
 
 LINES = {
     "plan": {
-        "namespace": "ARCH/MODEL@DIGEST, of which something would go",
+        "namespace": "ARCH/MODEL@DIGEST",
         "files": "chunk files that would go",
-        "nbytes": "bytes on disk of these",
-        "oldest_use": "the least recent last use among them, or null",
-        "newest_use": "the most recent last use among them, or null",
+        "nbytes": "bytes on disk",
+        "oldest_use": "their oldest last use, or null",
+        "newest_use": "their newest last use, or null",
     },
-    "part": {"path": "a part of a writer that is gone", "nbytes": "bytes on disk"},
-    "failure": {"path": "what could not be listed or removed", "reason": "why"},
+    "part": {"path": "a dead writer's part", "nbytes": "bytes on disk"},
+    "failure": {"path": "could not be listed or removed", "reason": "why"},
     "summary": {
-        "dry_run": "whether nothing was to be removed",
+        "dry_run": "whether `--dry-run` was given",
         "files_before": "chunk files of the chosen namespaces",
-        "nbytes_before": "bytes on disk of these, with parts",
-        "planned_files": "chunk files that were to go",
-        "planned_nbytes": "bytes on disk of these",
-        "removed_files": "chunk files that went",
-        "removed_nbytes": "bytes on disk of these",
-        "used_meanwhile": "files that had been used since they were seen, and got a new turn",
-        "planned_parts": "parts of writers that are gone, which were to go",
-        "removed_parts": "parts of these that went",
-        "removed_parts_nbytes": "bytes on disk of these",
-        "unremovable": "what could not be removed",
+        "nbytes_before": "their bytes on disk, with parts",
+        "planned_files": "",
+        "planned_nbytes": "",
+        "removed_files": "",
+        "removed_nbytes": "",
+        "used_meanwhile": "files used meanwhile, kept for another turn",
+        "planned_parts": "",
+        "removed_parts": "",
+        "removed_parts_nbytes": "",
+        "unremovable": "entries that could not be removed",
         "unlistable": "directories that could not be listed",
-        "reached": "whether what was asked for is reached; null where nothing was carried out",
+        "reached": "whether the target is reached; null if nothing was tried",
         "interrupted": "whether a signal ended it",
     },
 }
@@ -79,28 +79,28 @@ def command(
     root: RootOption,
     max_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Prune until no more is on disk, such as 500GiB."),
+        typer.Option(metavar="SIZE", help="Prune down to this size, such as 500GiB."),
     ] = None,
     free: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Free at least so much now, such as 100GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Free at least so much, such as 100GiB.")
     ] = None,
     keep_free: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE|SHARE",
-            help="Prune until so much of the file system is free: 50GiB, or 10% (of inodes too).",
+            help="Prune until so much of the file system is free: 50GiB, or 10% (inodes too).",
         ),
     ] = None,
     unused_for: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Remove what was not used for so long, such as 30d."),
+        typer.Option(metavar="AGE", help="Remove chunks unused for so long, such as 30d."),
     ] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAMESPACE",
             autocompletion=complete_namespace,
-            help="Only this namespace, or those of this model; may be repeated.",
+            help="Only this namespace, or this model; may be repeated.",
         ),
     ] = None,
     watch: Annotated[
@@ -120,31 +120,26 @@ def command(
         ),
     ] = None,
     metrics_address: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="The address that these are served on.")
+        str, typer.Option(metavar="ADDRESS", help="Their address.")
     ] = "127.0.0.1",
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what was used least recently, until a target is reached, and what nobody needs.
+    """Remove garbage, and the least recently used chunks until a target is reached.
 
-    Works beside engines that read and write: an evicted chunk is a miss for them. Every file is looked at
-    again before it goes. A last use is known to 10 minutes only: with --unused-for stays what may have been
-    used within AGE. A share (10%) is of the file system, of inodes too. --max-size and --free are of the
-    chosen namespaces together.
+    Engines may run: a pruned chunk is a miss. A last use is known to 10 minutes, so --unused-for keeps a
+    chunk that may have been used within AGE. --max-size and --free count the chosen namespaces together.
 
-    Nobody needs a part whose writer is provably gone or that is older than an hour. These go with every
-    target, and alone without one; not with --namespace. An engine or a watcher removes empty
-    namespaces and directories. What fskv did not make stays, and so does a damaged namespace: it counts, and
-    `fskv rm` removes it.
+    Garbage is a part of a dead writer, or one older than an hour. It goes with every target, and alone
+    without one; with --namespace it stays. Foreign files stay. A damaged namespace stays too, and counts:
+    `fskv rm` removes it. Engines and watchers remove empty namespaces and directories.
 
-    With --watch it runs until SIGTERM or SIGINT (Ctrl-C), and ends with exit code 0 then. Any number of
-    engines and other watchers may run beside it: one of them counts and prunes for all. The limits hold for
-    the engines too while it runs, and the smallest of all counts. Run it as the user that the engines run as.
-    Where there is no directory or an empty one, it waits until an engine has made a root of it; the metrics
-    are up by then.
+    With --watch it runs until SIGTERM or Ctrl-C, and then ends with exit code 0. Engines and other watchers
+    may run beside it: one of them counts and prunes for all, by the smallest limits of all. Run it as the
+    engines' user. If the directory is missing or empty, it waits until an engine has made a root of it.
 
-    Exit code 3 if something could not be removed or listed, or the target was not reached.
+    Exit code 3 also if the target was not reached.
     """
     limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
     nbytes = 0 if free is None else size_option("--free", free)
@@ -198,7 +193,7 @@ def _limits(
 
 
 def _check_keep_free(view: RootView, limits: Limits) -> None:
-    """Refuse to keep free what the file system does not have: everything would go for it."""
+    """Refuse to keep more free than the file system has: everything would go for it."""
     total = Space.of(view.path).total_nbytes
     if not isinstance(limits.keep_free, Share) and 0 < total <= limits.keep_free:
         found = iec(limits.keep_free)
@@ -212,7 +207,7 @@ def _check_keep_free(view: RootView, limits: Limits) -> None:
 
 @dataclass(slots=True)
 class _Prune:
-    """One prune: look, show what would go, ask, remove, and sum up."""
+    """One prune: look, show the plan, ask, remove, and sum up."""
 
     plan: Plan
     has_target: bool
@@ -274,7 +269,7 @@ class _Prune:
         return bool(done.failures or unseen or self.plan.unlistable or reached is False)
 
     def _look(self) -> None:
-        """Walk once: take all chunk files, and find what nobody needs."""
+        """Walk once: take all chunk files, and find orphaned parts."""
         for one in self.plan.catalogues:
             if one.problem is not None:
                 say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
@@ -294,7 +289,7 @@ class _Prune:
         return orphaned(self.plan.ours, now_ns, GRACE_S, self.plan.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
-        """Print what would go; returns files and bytes."""
+        """Print the plan; returns files and bytes."""
         numbers = ("FILES", "SIZE")
         table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
         for one, part in found:

@@ -17,7 +17,7 @@ from ..terminal import emit, iec, many, new_table, print_table, progress, size_o
 
 LINES = {
     "size": {
-        "nbytes": "size of the root, its `max_bytes`; null: no bound",
+        "nbytes": "size of the root; null: no bound",
         "admission": "the option of the engine",
         "hit_blocks": "that would hit",
         "hit_ratio": "of all blocks of the trace",
@@ -26,10 +26,10 @@ LINES = {
     },
     "summary": {
         "requests": "of the trace, or `--limit`",
-        "blocks": "in their prompts, of 512 tokens",
-        "distinct_blocks": "that differ",
-        "bytes_per_token": "as given",
-        "distinct_nbytes": "bytes of the blocks that differ",
+        "blocks": "of 512 tokens, in their prompts",
+        "distinct_blocks": "",
+        "bytes_per_token": "",
+        "distinct_nbytes": "",
     },
 }
 
@@ -41,7 +41,7 @@ def command(
         str,
         typer.Argument(
             metavar="TRACE",
-            help="A trace in the Mooncake JSONL format, also gzipped.",
+            help="A trace in Mooncake's JSONL format, also gzipped.",
             show_default=False,
         ),
     ],
@@ -60,11 +60,9 @@ def command(
 ) -> None:
     """Say how much of a request trace would hit at which size of the root.
 
-    It simulates a root for each size and each `admission`, with fskv's rules of pruning. The root starts
-    empty, and requests come one after the other.
-
-    A trace has a JSON object on each line: `timestamp` in ms, and `hash_ids` with a chained hash for each
-    block of 512 tokens of the prompt.
+    It simulates an empty root of each size and `admission`, with fskv's rules of pruning, and one request
+    after the other. A line of a trace is a JSON object: `timestamp` in ms, and `hash_ids` with a chained hash
+    for each block of 512 tokens of the prompt.
     """
     named = sorted({size_option("--sizes", part) for part in sizes.split(",")}) if sizes else []
     try:

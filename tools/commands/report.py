@@ -24,11 +24,10 @@ def command(
     ] = "fskv-report.html",
     metrics: MetricsOption = None,
 ) -> None:
-    """Write one HTML page about a root: what is there, how old, how healthy.
+    """Write one HTML page about a root: content, ages and health.
 
-    The page needs no network and no script. It needs jinja2 and matplotlib: pip install 'fskv[report]'.
-
-    Exit code 1 if a namespace is damaged, 3 if something could not be listed or an engine gave no metrics.
+    The command needs jinja2 and matplotlib: pip install 'fskv[report]'. The page needs no network and no
+    script. Exit code 3 also if an engine gave no metrics.
     """
     from .. import survey
     from ..report.page import check_installed, page

@@ -39,19 +39,19 @@ LINES = {
     "plan": {
         "namespace": "ARCH/MODEL@DIGEST",
         "files": "chunk files that would go",
-        "nbytes": "bytes on disk of these, with parts",
+        "nbytes": "bytes on disk, with parts",
         "in_use": "whether a living engine writes to it",
     },
-    "foreign": {"path": "what stays in a namespace: fskv did not make it, or it came meanwhile"},
-    "failure": {"path": "what could not be removed", "reason": "why"},
+    "foreign": {"path": "not made by fskv, or new meanwhile: it stays"},
+    "failure": {"path": "could not be removed", "reason": "why"},
     "summary": {
-        "dry_run": "whether nothing was to be removed",
-        "planned_files": "chunk files that were to go",
-        "planned_nbytes": "bytes on disk of these, with parts",
-        "removed_files": "chunk files that went",
-        "removed_nbytes": "bytes on disk that went",
-        "foreign": "what stays in these namespaces",
-        "unremovable": "what could not be removed",
+        "dry_run": "whether `--dry-run` was given",
+        "planned_files": "",
+        "planned_nbytes": "with parts",
+        "removed_files": "",
+        "removed_nbytes": "with parts",
+        "foreign": "entries that stay",
+        "unremovable": "entries that could not be removed",
         "unlistable": "directories that could not be listed",
         "interrupted": "whether a signal ended it",
     },
@@ -67,7 +67,7 @@ def command(
         typer.Argument(
             metavar="NAMESPACE|MODEL",
             autocompletion=complete_namespace,
-            help="Namespaces as `ls` names them, or all those of a model.",
+            help="Namespaces as in `ls`, or all of a model.",
             show_default=False,
         ),
     ] = None,
@@ -75,7 +75,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="TENANT",
-            help="All namespaces of this tenant, by its exact name; may be repeated.",
+            help="All namespaces of this tenant (exact name); may be repeated.",
         ),
     ] = None,
     force: Annotated[
@@ -86,15 +86,12 @@ def command(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove whole namespaces, damaged ones too, with all that fskv made in them.
+    """Remove whole namespaces, damaged ones too.
 
-    It lists what would go, and asks. What fskv did not make stays, and so do the directories that hold it;
-    then the namespace's identity stays, too. Engines are told what went and miss it from then on.
+    Foreign files stay, with their directories and the namespace's identity. Engines miss the removed chunks.
 
-    A namespace to which a living engine writes is refused. With --force it goes: the engine misses all of it
-    from then on, and its next store makes the namespace again; a store that is under way fails.
-
-    Exit code 3 if something could not be removed or foreign entries keep a namespace.
+    A namespace to which a living engine writes is refused. With --force it goes: stores under way fail, and
+    the next one makes the namespace again. Exit code 3 also if foreign files keep a namespace.
     """
     view = RootView.open(root)
     chosen = view.of_tenants(tenant) if tenant else []
@@ -176,7 +173,7 @@ def _remove(plan: Plan, stop: threading.Event, *, as_json: bool) -> Tally:
 def _removed(
     one: Namespace, known: Catalogue, news: News, stop: threading.Event
 ) -> Iterator[Outcome]:
-    """Remove all of a namespace that is fskv's, tell engines, and name what stays.
+    """Remove fskv's files of a namespace, tell engines, and name the entries that stay.
 
     The root is valid at any moment: chunk files and parts go first, then the empty directories, and the
     manifest only once nothing else is left.
@@ -225,7 +222,7 @@ def _remove_files(
 
 
 def _left(one: Namespace) -> Iterator[Outcome]:
-    """Name what is left: what fskv did not make, or what came meanwhile. No link is followed."""
+    """Name the entries that are left: foreign ones, or new ones. No link is followed."""
     with Place(one.root, one.path, os.O_RDONLY) as place:
         for where, below, names, fd in [] if place.error else os.fwalk(".", dir_fd=place.fd):
             path = os.path.normpath(f"{one.path}/{where}")

@@ -30,13 +30,10 @@ def command(
         bool, typer.Option("--once", help="Print one frame, after one interval, and end.")
     ] = False,
 ) -> None:
-    """Watch a root and its engines: who works, how full it is, what hits, what is off.
+    """Watch a root and its engines: activity, room, hits and faults.
 
-    It reads what engines write for each other. Where no engine counts the root, it counts the files itself.
-    --metrics adds the hits that engines publish. The key q ends it.
-
-    Without a terminal it prints one frame, as with --once. Exit code 3 if the root did not answer, or
-    something in it could not be read or listed.
+    It reads the shared files of engines. Where no engine counts the root, it counts the files itself.
+    --metrics adds hits. The key q ends it. Without a terminal it prints one frame, as with --once.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`fskv verify`: are the files of a root what they say they are?"""
+"""`fskv verify`: checks of names, headers and data of a root's files."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from ..terminal import can_ask, confirm, emit, iec, many, say, show, tell, walk_
 
 LINES = {
     "namespace": {
-        "namespace": "ARCH/MODEL@DIGEST of one whose namespace.json is damaged",
-        "problem": "what is wrong with it",
+        "namespace": "ARCH/MODEL@DIGEST",
+        "problem": "damage of its namespace.json",
     },
     "bad": {
         "id": "DIGEST/NAME.gGROUP[.rRANK]",
         "namespace": "ARCH/MODEL@DIGEST",
         "path": "the chunk file",
-        "finding": "corrupt, stale, unreadable or changing",
-        "reason": "what was found, in words",
-        "nbytes": "length of the file; null where it could not be opened",
+        "finding": "as above",
+        "reason": "in words",
+        "nbytes": "length, or null",
     },
     "unlistable": {"path": "a directory that could not be listed", "reason": "why"},
     "removal": {
         "id": "DIGEST/NAME.gGROUP[.rRANK]",
         "path": "the chunk file",
-        "removed": "whether it was removed",
-        "reason": "`removed`, or why not: it changed since it was read, is gone, or cannot be removed",
-        "nbytes": "length of the file; 0 where it is gone",
+        "removed": "",
+        "reason": "`removed`, or why not",
+        "nbytes": "length; 0 where it is gone",
     },
     "summary": {
-        "namespaces": "number of namespaces that were looked at",
-        "files": "chunk files judged",
-        "data_files": "of them those whose rows were read",
-        "bad": "files that are corrupt, stale, unreadable or changing",
-        "corrupt": "files that fail a check of their own bytes",
-        "stale": "sound files that are not what their name and namespace say",
-        "unreadable": "files that nobody could read",
-        "changing": "files that gave two answers; a chunk file never changes",
-        "vanished": "files that were removed meanwhile: no problem",
-        "problems": "namespaces whose namespace.json is damaged",
-        "foreign": "entries in directories of chunks that are not fskv's",
+        "namespaces": "number of namespaces",
+        "files": "chunk files",
+        "data_files": "files whose rows were read",
+        "bad": "the sum of the next four",
+        "corrupt": "files",
+        "stale": "files",
+        "unreadable": "files",
+        "changing": "files",
+        "vanished": "files removed by others",
+        "problems": "namespaces with a damaged namespace.json",
+        "foreign": "entries among the chunks that fskv did not make",
         "unlistable": "directories that could not be listed",
-        "nbytes_read": "bytes read",
-        "seconds": "duration of the reading",
-        "removed": "files removed",
-        "removed_nbytes": "their length",
+        "nbytes_read": "",
+        "seconds": "",
+        "removed": "files",
+        "removed_nbytes": "",
         "dry_run": "whether `--dry-run` was given",
     },
 }
@@ -89,14 +89,13 @@ def command(
 ) -> None:
     """Check the chunk files of a root: names, headers, lengths, and with --read-data every byte.
 
-    A file is corrupt when its own bytes fail a check, stale when it is sound but not what its name, directory
-    and namespace.json say, unreadable when the system refuses it, changing when two looks at it differ. One
-    that vanishes or is replaced meanwhile is no problem: engines may go on. Data is read around the page
-    cache where the file system allows it.
+    A corrupt file fails a check of its bytes. A stale file is sound and belongs elsewhere by name, directory
+    or namespace.json. The system refuses an unreadable file. Two looks at a changing file differ. Engines may
+    go on: files that vanish or are replaced are no problem. Data is read around the page cache if the file
+    system allows it.
 
-    --remove-bad removes corrupt and stale files only, each while it is still the very file that was read.
-    Nothing else is ever written. Exit code 1 if anything bad was found (removed or not), otherwise 3 if a
-    part could not be read.
+    --remove-bad removes corrupt and stale files only, each while it is still the file that was read.
+    Exit code 1 if anything bad was found, removed or not.
     """
     view = RootView.open(root)
     spaces = view.matching(namespace)
@@ -120,7 +119,7 @@ def command(
 
 
 def _verify(run: Run, output: _Output, num_namespaces: int) -> list[Bad]:
-    """Judge all, and tell of what is bad as it is found."""
+    """Judge all files, and print each bad one when it is found."""
     bad = []
     with (
         walk_progress("verifying", num_namespaces) as seen,

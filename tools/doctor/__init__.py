@@ -1,1 +1,1 @@
-"""Looks at a machine, a mount and a root, and says what to do about it: `fskv doctor`."""
+"""Checks of a machine, a mount and a root, with a remedy for each finding: `fskv doctor`."""

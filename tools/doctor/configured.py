@@ -1,4 +1,6 @@
-"""What an engine is told, judged before it reads weights: `--kv-transfer-config` and what is beside it."""
+"""The configuration of an engine, judged before the engine reads weights: `--kv-transfer-config` and what is
+beside it.
+"""
 
 from __future__ import annotations
 

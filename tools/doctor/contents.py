@@ -1,4 +1,4 @@
-"""What is in the root: whose it is, which engines share it, what was left behind. Reads only."""
+"""The content of the root: its owner, the engines that share it, and leftovers. Reads only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says: one sentence about one thing, and what to do about it."""
+"""A finding of the doctor: one sentence about one thing, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fskv.bounds.limits import Limits
 
 
 class Level(StrEnum):
-    """How bad a finding is, the worst first. Only a problem changes the exit code."""
+    """The severity of a finding, the worst first. Only a problem changes the exit code."""
 
     PROBLEM = "problem"
     WARNING = "warning"
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A root to look at, and what its engines are to do with it."""
+    """A root to check, with the configuration of its engines."""
 
     path: str
     timeout_s: float

@@ -71,7 +71,7 @@ def environment() -> Iterator[Finding]:
 
 
 def gds() -> Iterator[Finding]:
-    """Look for what GPUDirect Storage needs; whether it is used, an engine says at its start."""
+    """Look for the parts that GPUDirect Storage needs; an engine says at its start whether it uses them."""
     version = next((f"{name} {at}" for name in _KVIKIO if (at := _version(name))), None)
     if not _HAS_DRIVER:
         yield note("GDS", "no NVIDIA driver here")

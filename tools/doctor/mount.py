@@ -46,7 +46,7 @@ def mount(subject: Subject) -> Iterator[Finding]:
 
 
 def judge(mounted: Mount, *, only_loads: bool = False) -> Iterator[Finding]:
-    """Say what a mount means for a cache. Pure."""
+    """Judge a mount for a cache. Pure."""
     options, kind = mounted.options, mounted.kind
     shown = [f"{n}={options[n]}" if options[n] else n for n in _SHOWN if n in options]
     text = f"{mounted.kind} of {mounted.source} on {mounted.point}"

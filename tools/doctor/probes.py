@@ -1,4 +1,4 @@
-"""What the root's file system does, tried out: writing, clocks, O_DIRECT, and a file that is published.
+"""Probes of the root's file system: writing, clocks, O_DIRECT, and a published file.
 
 fskv needs exclusive create and rename. It can do without the rest, at a price that the finding names.
 """

@@ -1,8 +1,8 @@
 """Makes the checks in turn. An exception in a check is a finding, and so is a check that hangs.
 
-The checks of a root run in a process of their own, because a call that waits for a dead file server may not
-even be killed: the doctor is sent the findings, and leaves that process to itself when a check does
-not end in time. The process removes its files as soon as the file system lets it, also after Ctrl-C.
+The checks of a root run in a process of their own, because a call that waits for a dead file server cannot
+always be killed. That process sends its findings to the doctor. If a check does not end in time, the doctor
+goes on without it. The process removes its files as soon as the file system lets it, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _in_time(told: Connection, timeout_s: float) -> Iterator[Finding]:
 
 
 def findings(subject: Subject) -> Iterator[Finding | str]:
-    """Make all checks of a root, in this process; yields a check's name before what it finds."""
+    """Make all checks of a root, in this process; yields a check's name before its findings."""
     yield from _named((contents.health_file,), subject)
     yield "root"
     (state,) = look(contents.root, subject)

@@ -1,4 +1,4 @@
-"""Finds the `--kv-transfer-config` in what somebody has, with the server's other options.
+"""Finds the `--kv-transfer-config` in a user's file or text, with the server's other options.
 
 That is JSON, a line or a script with `vllm serve`, the YAML file of its `--config`, or YAML that has servers
 started: Kubernetes, compose, values of a chart. Of YAML no schema is known: in any text, list or mapping the
@@ -41,7 +41,7 @@ _SERVER = r"serve|.*\bapi_server"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A configuration that was found, with what stands beside it."""
+    """A configuration that was found, with the options beside it."""
 
     transfer: Any
     settings: dict[str, Any] = field(default_factory=dict)  # by the names of fskv.kv_transfer.line
@@ -91,12 +91,12 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_flag(option: str) -> bool:
-    """Whether an option takes no value, of those that are judged."""
+    """Return whether an option takes no value, of those that are judged."""
     return _bare(option) in _FLAGS
 
 
 def _transfer(value: Any) -> Any:
-    """Return what JSON says, or would say: no dates, and nothing that is in itself."""
+    """Return the value as JSON has it: no dates, and no value inside of itself."""
     if not isinstance(value, str):
         try:
             return json.loads(json.dumps(value))
@@ -129,7 +129,7 @@ def _of_yaml(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """Return about how many characters a tree has where each alias is what it stands for."""
+    """Return about how many characters a tree has with each alias written out."""
     if not isinstance(node, dict | list | tuple):
         return 1 + (len(node) if isinstance(node, str) else 0)
     if id(node) not in known:

@@ -1,4 +1,4 @@
-"""Is there room for what an engine stores: bytes against the bounds, and inodes. Reads only."""
+"""The room for an engine's stores: bytes against the bounds, and inodes. Reads only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def space(subject: Subject) -> Iterator[Finding]:
 
 
 def _ceph_quota(root: str, most: int | None) -> Iterator[Finding]:
-    """Say what CephFS lets a directory hold: the root, or one above it on the same mount."""
+    """Judge the CephFS quota of a directory: the root, or one above it on the same mount."""
     path = os.path.realpath(root)
     device, limit = os.stat(path).st_dev, 0
     while not limit and path != "/" and os.stat(path).st_dev == device:

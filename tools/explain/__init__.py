@@ -1,1 +1,1 @@
-"""Why a prompt or a key would hit or miss: what a hit needs, what is there, and why something is not."""
+"""`fskv explain`: the needs of a hit, the files that are there, and the reasons for missing ones."""

@@ -129,7 +129,7 @@ def _quote(text: str) -> str:
 
 
 def _why_bad(state: FileState, first_wanted: int) -> str:
-    """Say what is wrong with a file that a lookup takes for a hit."""
+    """Name the fault of a file that a lookup takes for a hit."""
     if state.state == GOOD:
         return (
             f"it holds the blocks from {state.first_block} on, and block {first_wanted} is needed: the "
@@ -162,7 +162,7 @@ def _runs(texts: list[tuple[int, str]]) -> Iterator[tuple[str, int, int]]:
 
 
 def _room(view: RootView, report: Report) -> Iterator[str]:
-    """Say why engines of this namespace store nothing now, or whether what they stored is pruned."""
+    """Say why engines of this namespace store nothing now, or whether their chunks are pruned."""
     nbytes = room.chunk_nbytes(report.files)
     for bound in room.bounds(view.path, report.prompt.identity.tenant):
         if bound.is_too_small(nbytes):

@@ -1,4 +1,4 @@
-"""What is under the name of one chunk file, for a prompt: what a lookup sees of it, and then a load.
+"""The state of one chunk file for a prompt, as a lookup sees it, and then a load.
 
 A lookup compares lengths alone; what only a load notices is `check.judge`'s to say.
 """
@@ -25,7 +25,7 @@ GOOD, ABSENT = "good", "absent"
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What is under the name of one file."""
+    """The state of one file name."""
 
     path: str
     rank: int | None
@@ -39,7 +39,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """What the files of one group of a namespace must look like."""
+    """The expected facts of the files of one group of a namespace."""
 
     group: GroupIdentity
     namespace_path: str
@@ -106,7 +106,7 @@ class GroupFiles:
 
 
 def file_ranks(identity: Identity) -> tuple[int | None, ...]:
-    """Return what stands for a rank in the names of a chunk's files: one for each file.
+    """Return the ranks in the names of a chunk's files: one for each file.
 
     As the adapter names them: nothing with one rank; with `canonical_layout` the slices of KV heads, whose
     number is the end of `canonical_format`.

@@ -41,7 +41,7 @@ class ChunkLook:
 
 @dataclass(frozen=True)
 class Report:
-    """What is there of a prompt, and how far the hit goes."""
+    """The chunks of a prompt that are there, and the length of the hit."""
 
     prompt: Prompt
     files: list[GroupFiles]
@@ -97,14 +97,14 @@ class Report:
         return not look.present and look.chunk in self.prompt.needed(position, self.best_tokens)
 
     def use(self, position: int, chunk: int) -> str:
-        """Say what a hit does with a chunk: loaded, wanted (a longer hit needs it), or unused."""
+        """Say how a hit uses a chunk: loaded, wanted (a longer hit needs it), or unused."""
         if chunk in self.prompt.needed(position, self.whole_tokens):
             return "loaded"
         return "wanted" if chunk in self.prompt.needed(position, self.best_tokens) else "unused"
 
     @property
     def unreachable(self) -> list[FileState]:
-        """Good files that a longer hit would load: no hit reaches them for what it lacks before them."""
+        """Good files that no hit reaches, because chunks before them are missing."""
         return [
             one
             for position, looks in enumerate(self.looks)

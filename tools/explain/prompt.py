@@ -1,4 +1,4 @@
-"""Which chunks a prompt has, which of them a hit needs, and how far the hit goes.
+"""The chunks of a prompt, those that a hit needs, and the length of the hit.
 
 The rule is the planner's (`fskv.hybrid_planner`), which follows vLLM's scheduler; nothing of it is written
 again here. Pure but for the presence that it is given.

@@ -62,7 +62,7 @@ _CACHING_OFF = re.compile(r'cache_config_info\{[^}\n]*\benable_prefix_caching="F
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt that somebody asks about: its token ids, and what else decides its keys."""
+    """A prompt to explain: its token ids, and the other inputs of its keys."""
 
     tokens: Sequence[int]
     cache_salt: str | None = None
@@ -73,7 +73,7 @@ class Asked:
         return Prompt.of(identity, self.tokens, self.cache_salt)
 
     def text(self, start: int, end: int) -> str:
-        """Return the text of some of its tokens; nothing where nobody tells it."""
+        """Return the text of some of its tokens; empty if it is unknown."""
         return self.decode(self.tokens[start:end])
 
 

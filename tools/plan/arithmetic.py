@@ -99,7 +99,7 @@ def _dtype(option: str, *places: Any) -> str:
 
 
 def _kv_dtype(option: str, quant: Any) -> str:
-    """Return what vLLM makes of --kv-cache-dtype auto where a checkpoint has scales for its KV."""
+    """Return the dtype that vLLM makes of --kv-cache-dtype auto if a checkpoint has scales for its KV."""
     found: Any = option
     if option == "auto" and isinstance(quant, dict):
         inner = quant.get("quantization")  # in ModelOpt's own file

@@ -1,4 +1,4 @@
-"""The engine that is planned: what it stores and loads, by the groups of a namespace, vLLM or arithmetic.
+"""The planned engine: its files and hits, from the groups of a namespace, of vLLM or by arithmetic.
 
 Chunks and which of them a hit needs are the planner's (`fskv.hybrid_planner`), lengths of files the format's
 (`fskv.format.chunk_file`); here they are only added up.
@@ -189,7 +189,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _ask_vllm(config: dict[str, Any], quant: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `model_groups` answers in a process of its own. Raises UsageError with vLLM's reason."""
+    """Return the answer of `model_groups` in its own process. Raises UsageError with vLLM's reason."""
     own_code = config.pop("auto_map", None)
     with tempfile.TemporaryDirectory(prefix="fskv-plan-") as directory:
         files = {"config": config, "request": request, "hf_quant_config": quant}

@@ -1,1 +1,1 @@
-"""The hits of a request trace by the size of the root, simulated: what `fskv replay` does."""
+"""`fskv replay`: the hits of a request trace by the size of the root, simulated."""

@@ -1,1 +1,1 @@
-"""One HTML page about a root: its figures, its template, and what the template is given."""
+"""One HTML page about a root: its figures, its template, and the template's data."""

@@ -20,7 +20,7 @@ from ..terminal import ago, iec, many, rfc3339, show
 
 
 def check_installed() -> None:
-    """Raise CommandError unless what draws a page is installed."""
+    """Raise CommandError unless the packages for a page are installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib as mpl  # noqa: F401

@@ -1,1 +1,1 @@
-"""What `fskv top` shows, how it is drawn, and the terminal that it is drawn on."""
+"""The screen of `fskv top`: its content, its drawing and its terminal."""

@@ -1,4 +1,4 @@
-"""Draws a `Frame` with rich: what is off, how full the root is, who works, what hits, and what is there."""
+"""Draws a `Frame` with rich: faults, room, engines, hits and content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BESIDE = 130  # columns from which one panel is beside another
 def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = True) -> Group:
     """Return the screen, `width` columns wide, with `rows` rows in a table at most.
 
-    What is not `whole` leaves out namespaces.
+    Without `whole` namespaces are left out.
     """
     seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
     if seen is not None:
@@ -47,7 +47,7 @@ def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = Tru
 
 
 def rate(value: float | None) -> str:
-    """Write bytes a second; a dash where nobody knows yet."""
+    """Write bytes a second; a dash if they are unknown."""
     if value is None:
         return "-"
     return "0" if abs(value) < 0.5 else f"{iec(value)}/s"
@@ -61,7 +61,7 @@ def share(value: float | None) -> str:
 
 
 def _head(frame: Frame) -> RenderableType:
-    """Return the root and the time, its size and what moves."""
+    """Return the root and the time, its size and its rates."""
     grid, seen = Table.grid(expand=True, padding=(0, 1)), frame.survey
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(justify="right", no_wrap=True)
@@ -82,7 +82,7 @@ def _head(frame: Frame) -> RenderableType:
 
 
 def _complaints(frame: Frame, rows: int | None) -> list[RenderableType]:
-    """Say in a line each what is not as it should be; on a live screen no line is broken."""
+    """Write each condition in a line; on a live screen no line is broken."""
     found: list[tuple[str, str]] = []
     if frame.no_answer_s:
         found.append(("bad", f"no answer from the root for {duration(frame.no_answer_s)}"))
@@ -124,7 +124,7 @@ def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType
 def _engines(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
     model = ["+model"] if width >= 70 else []
     table = _table("process", *model, ">written", ">rate", "status")
-    # Who is in trouble comes first: the last rows may not fit.
+    # Engines in trouble come first: the last rows may not fit.
     order = (survey.SILENT, survey.GONE, survey.ALIVE)
     ordered = sorted(seen.engines, key=lambda one: (order.index(one.status), -(one.rate or 0)))
     for one in _shown(table, ordered, rows):
@@ -183,7 +183,7 @@ def _table(*titles: str) -> Table:
 
 
 def _shown(table: Table, items: Sequence[Any], rows: int | None) -> Sequence[Any]:
-    """Return what is shown of `items`; below it stands how many are not."""
+    """Return the visible part of `items`; below it stands the number of the others."""
     if rows is None or len(items) <= rows:
         return items
     table.caption, table.caption_justify = f"and {len(items) - rows + 1:,} more", "left"

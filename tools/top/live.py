@@ -45,7 +45,7 @@ def run(frame: Callable[[], Frame], interval_s: float) -> None:
 
 
 def fitting(frame: Frame, console: Console) -> Group:
-    """Return what fits on the screen: all, or without namespaces as many rows as there is room for."""
+    """Return the part that fits on the screen: all, or the rows that fit without namespaces."""
     width, height = console.width, console.height
 
     def is_too_high(rows: int, whole: bool = False) -> bool:

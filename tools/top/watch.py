@@ -22,10 +22,10 @@ _REST = 10  # times as long as a look takes: a walk over a large root may take m
 
 
 class Watch(Generic[T]):
-    """Calls `look` again and again, and keeps what it returned last."""
+    """Calls `look` again and again, and keeps its last result."""
 
     def __init__(self, look: Callable[[Callable[[], object]], T], every_s: float) -> None:
-        """`look` is given what it may call to say that it goes on."""
+        """`look` gets a function that says that it goes on."""
         self._look, self._every_s = look, every_s
         self._over = threading.Condition()
         self._stopped = threading.Event()
@@ -57,7 +57,7 @@ class Watch(Generic[T]):
 
     @property
     def words(self) -> str | None:
-        """What is wrong with the last look, in a few words."""
+        """The fault of the last look, in a few words."""
         return None if self.problem is None else words_of(self.problem)
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ class Watch(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What `top` knows at one moment."""
+    """The knowledge of `top` at one moment."""
 
     root: str
     problem: str | None  # of the last look at the root
@@ -87,7 +87,7 @@ class Frame:
 
     @property
     def partial(self) -> bool:
-        """Whether the root did not answer, or something in it could not be read or listed."""
+        """True if the root did not answer, or something in it could not be read or listed."""
         seen = self.survey
         failed = self.problem or self.no_answer_s
         return seen is None or bool(failed or seen.problem or seen.unlistable)
@@ -119,7 +119,7 @@ class Watches:
             one.wait(until_s, answers)
 
     def frame(self) -> Frame:
-        """Return what is known now."""
+        """Return the present frame."""
         root = self.root
         silent_s = root.silent_s if root.silent_s > SLOW_S else 0.0
         ends = [_endpoint(url, one) for url, one in self._endpoints.items()]

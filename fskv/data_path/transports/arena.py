@@ -33,7 +33,7 @@ class Arena:
         pin: Callable[[memoryview], object] | None = None,
         cpus: frozenset[int] | None = None,
     ) -> None:
-        """Where `num_slots` is known, all of them are made now, and never another one.
+        """With `num_slots` all slots are made now, and no others later.
 
         Each piece of memory is handed to `pin` first, several at once. To pin memory is to touch it, and it
         belongs to the node of the CPU that touches it first, one of `cpus`. Raises OSError without memory,
@@ -62,7 +62,7 @@ class Arena:
             return self._free.pop()
 
     def give_back(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Return what `take` returned; it need not be zero again."""
+        """Give a slot back that `take` returned; it need not be zero again."""
         with self._lock:
             self._free.append(memory)
 

@@ -1,8 +1,8 @@
-"""Open the transport that the configuration names, with one sentence about it for the start-up line.
+"""Opens the transport that the configuration names, with one sentence about it for the start-up line.
 
-`auto` is the host path. `gds` is GPUDirect Storage where that works, else the host path and a warning: a
-probe file goes through cuFile, and the counters of kvikio and of the kernel module say what really carried
-it (`evidence`). Called once, at start-up; the probe has a deadline.
+`auto` is the host path. `gds` is GPUDirect Storage, or the host path with a warning. A probe file goes
+through cuFile, and the counters of kvikio and of the kernel module show the path of its bytes (`evidence`).
+Called once, at start-up; the probe has a deadline.
 """
 
 from __future__ import annotations

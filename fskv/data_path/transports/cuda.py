@@ -1,8 +1,8 @@
 """The CUDA device of the engine's KV pages: its context, and for GPUDirect Storage memory for slots.
 
-It opens no file. What runs on the device runs on the calling thread's own stream and is over when the call
-returns, also when it raises. Never a wait for the whole device, nor for a stream of the engine's. Any thread;
-a buffer belongs to one thread at a time. `cuda_native` copies between pages and slots.
+It opens no file. Work on the device runs on the calling thread's own stream and is over when the call returns
+or raises. It never waits for the whole device, nor for a stream of the engine. Any thread; a buffer belongs
+to one thread at a time. `cuda_native` copies between pages and slots.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class CudaDevice:
         import torch
 
         torch.cuda.set_device(self.device)
-        # What waits for the engine's events waits in torch, which relaxes nothing.
+        # Waits for the engine's events are in torch, which relaxes nothing.
         with contextlib.suppress(OSError):  # no libcuda, so no capture
             self._open_driver().relax()
 
@@ -235,7 +235,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[Any]:
-        """Yield the thread's own stream; what runs on it is over afterwards, come what may."""
+        """Yield the thread's own stream; its work is over afterwards, also after an exception."""
         import torch
 
         stream = getattr(self._local, "stream", None)

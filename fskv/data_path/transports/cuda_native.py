@@ -66,7 +66,7 @@ class NativeCuda:
             )
 
     def close(self) -> None:
-        """Give back what is on the device, and release the slots' registration. Waits for copies only."""
+        """Free memory on the device, and release the slots' registration. Waits for copies only."""
         self._device.close()
 
     def _try(self, slot_nbytes: int, slots_on_device: bool) -> None:

@@ -43,7 +43,7 @@ def bounces(facts: Facts) -> bool:
 
 
 def describe(facts: Facts) -> str:
-    """Say in one phrase what carries the bytes and on what evidence."""
+    """Name in one phrase the path of the bytes and the evidence for it."""
     if bounces(facts):
         counted = f"{facts.num_posix} transfers without cuFile and none with it"
         why = "prefers it here" if facts.num_cufile is None else f"counted {counted}"
@@ -69,7 +69,7 @@ def describe(facts: Facts) -> str:
 
 
 def collect(probe: Callable[[], None], stats_path: str = NVIDIA_FS_STATS) -> Facts:
-    """Run `probe`, one write and one read through kvikio, and return what the counters say.
+    """Run `probe`, one write and one read through kvikio, and return the counters' facts.
 
     Raises what `probe` raises.
     """

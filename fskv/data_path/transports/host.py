@@ -44,7 +44,7 @@ from fskv.native import _native
 if TYPE_CHECKING:
     import torch
 
-# What file systems say that cannot replace a file, or rename one.
+# Errors of file systems that cannot replace a file, or rename one.
 _NO_RENAME = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,

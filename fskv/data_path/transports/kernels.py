@@ -143,7 +143,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _kernels() -> _Kernels:
-    """Make the kernels; raises what importing Triton raises. Compiled at their first launch."""
+    """Make the kernels; raises the errors of importing Triton. Compiled at their first launch."""
     import triton
     import triton.language
 
@@ -232,7 +232,7 @@ def digest_bytes(digests: torch.Tensor) -> bytes:
 
 @functools.cache
 def _keys(device: torch.device) -> torch.Tensor:
-    """Put what the digest kernels look up on the device, once: u64 words, in use on any stream.
+    """Put the tables of the digest kernels on the device, once: u64 words, in use on any stream.
 
     0 and 128: 16 stripes * 8 lanes of keys, for a block in a row and for a row's last one; 256: scramble;
     264: fold; 272: the accumulators' first values.
@@ -266,7 +266,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _self_test(device: torch.device) -> str | None:
-    """Run the kernels on known bytes and compare with the host; return what differs."""
+    """Run the kernels on known bytes and compare with the host; return the failure, or None."""
     import torch
 
     data = np.frombuffer(np.random.default_rng(1).bytes(ROW_NBYTES + ALIGNMENT), np.uint8)

@@ -32,7 +32,7 @@ def cpus_near(pci_bus_id: str, sys: str = SYS) -> frozenset[int] | None:
 
 
 def pin_thread(cpus: frozenset[int] | None) -> None:
-    """Bind the calling thread; where that is not allowed it runs where it may."""
+    """Bind the calling thread to CPUs, if that is allowed."""
     if cpus:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cpus)
@@ -51,7 +51,9 @@ def cuda_cpus(device_idx: int, sys: str = SYS) -> frozenset[int] | None:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the CPUs of the kernel's list format, such as "0-3,8,10-11"; what is no number is left out."""
+    """Return the CPUs of the kernel's list format, such as "0-3,8,10-11"; words that are no numbers are left
+    out.
+    """
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -57,7 +57,7 @@ class OpenChunk(Protocol[_SlotT_contra]):
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """How `fskv._native` moves a transport's chunks outside the interpreter."""
+    """The parameters with which `fskv._native` moves a transport's chunks outside the interpreter."""
 
     pages: _native.Pages | None  # None: it moves none, and the transport's own methods do
     on_device: bool  # the pages: they may still be in use when a job is submitted
@@ -106,7 +106,7 @@ class Transport(Protocol[SlotT]):
         """Return the slot's first `nbytes` in host memory; valid until the slot is written again."""
 
     def row_digests(self, slot: SlotT, start: int, stop: int) -> bytes:
-        """Return what `fskv.format.integrity.xxh3_rows` gives for the slot's bytes [start, stop)."""
+        """Return `fskv.format.integrity.xxh3_rows` of the slot's bytes [start, stop)."""
 
     def open(
         self, path: str, dir_fd: int | None = None
@@ -117,7 +117,7 @@ class Transport(Protocol[SlotT]):
         """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
 
     def close(self) -> None:
-        """Release what was registered; slots that are parked stay as they are. Never waits for a disk."""
+        """Release registered memory; parked slots stay as they are. Never waits for a disk."""
 
 
 class SlotPool(Generic[SlotT]):
@@ -174,7 +174,8 @@ class SlotPool(Generic[SlotT]):
                 self.give_back(own.slot)
 
     def complete(self, own: OwnSlot[SlotT]) -> bool:
-        """Give the calling thread what it has not; False: it can do nothing, the device is not its own.
+        """Add the missing resources of the calling thread; False: it can do nothing, the device is not its
+        own.
 
         A thread lives on without it: another one in its place would fare no better.
         """
@@ -192,7 +193,7 @@ class SlotPool(Generic[SlotT]):
         return True
 
     def take_ahead(self) -> SlotT | None:
-        """Return one of the `max_ahead` slots for what is ahead of the I/O threads, or None."""
+        """Return one of the `max_ahead` slots for work ahead of the I/O threads, or None."""
         with self._lock:
             if self._num_ahead >= self._max_ahead:
                 return None

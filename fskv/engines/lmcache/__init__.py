@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs LMCache when it is asked for: the identity is derived and tested without it."""
+    """Import the modules that need LMCache on demand: the identity is derived and tested without LMCache."""
     if name == "FskvAdapter":
         from fskv.engines.lmcache.adapter import FskvAdapter
 

@@ -176,7 +176,7 @@ class FskvAdapter(L2AdapterInterface):
         return AdapterUsage(sum(store.nbytes() for store in self._open_stores()), 0)
 
     def get_memory_tags(self) -> Any:
-        """Say what objects are stored in, as LMCache asks since 0.5.7: files, shared if it was told so."""
+        """Return the kind of storage, as LMCache asks since 0.5.7: files, shared if it was told so."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
         residency = MemoryResidency.REMOTE if self._shared else MemoryResidency.LOCAL
@@ -259,7 +259,7 @@ class FskvAdapter(L2AdapterInterface):
         return self._by_kind(move, asked, self._config.deadline.max_s, until)
 
     def _by_kind(self, call: _Call, asked: _Asked, wait_s: float, until: float) -> list[bool]:
-        """Call once for each kind; returns what that says of each asked one, False where it was too late."""
+        """Call once for each kind; returns the answer for each object, False if it came too late."""
         places: dict[ObjectKind, dict[int, Any]] = {}
         for place, (kind, one) in enumerate(asked):
             if kind is not None and one is not None:

@@ -95,7 +95,7 @@ class Model:
 
 
 class ObjectKind(NamedTuple):
-    """Objects of one model that are alike but for their keys: what gets a namespace of its own."""
+    """The kind of objects that share a namespace: all of one model that differ only in their keys."""
 
     model: str
     world_size: int
@@ -194,7 +194,7 @@ def read_model(name: str, entry: Mapping[str, Any]) -> Model:
 
 
 def _json_of(path: str) -> dict[str, Any]:
-    """Return what a file of settings says, nothing where there is none; raises ConfigError."""
+    """Return the content of a file of settings, empty if there is none; raises ConfigError."""
     if not os.path.exists(path):
         return {}
     try:

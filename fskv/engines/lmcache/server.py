@@ -37,8 +37,8 @@ class _Parser(argparse.ArgumentParser):
 def check_arguments(arguments: Sequence[str], task_s: float) -> None:
     """Raise ConfigError, in one sentence, for arguments under which wrong KV could be stored.
 
-    `task_s` is for how long after it was submitted a task may touch LMCache's memory. What cannot be read is
-    left to LMCache, which refuses it.
+    `task_s` is how long after its submission a task may touch LMCache's memory. LMCache itself refuses
+    arguments that cannot be parsed.
     """
     try:
         found, _ = _Parser().parse_known_args(arguments)
@@ -68,7 +68,7 @@ def check_arguments(arguments: Sequence[str], task_s: float) -> None:
 
 
 def _ttls(found: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Return what locks are said to last, in seconds, and where."""
+    """Return the configured lifetimes of locks in seconds, and their source."""
     with contextlib.suppress(ValueError):
         for name in _TTLS:
             if (value := getattr(found, name)) is not None:

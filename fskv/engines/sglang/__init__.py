@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs SGLang when it is asked for: the identity is derived and tested without it."""
+    """Import the modules that need SGLang on demand: the identity is derived and tested without SGLang."""
     if name == "FskvStorage":
         from fskv.engines.sglang.storage import FskvStorage
 

@@ -31,7 +31,7 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class HostPages:
-    """The pool's memory, one int8 tensor (pages, bytes) for each piece of a page, and what it is."""
+    """The pool's memory, one int8 tensor (pages, bytes) for each piece of a page, and its layout."""
 
     memory: tuple[torch.Tensor, ...]
     kind: str  # the pool's class

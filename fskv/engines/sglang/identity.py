@@ -25,8 +25,8 @@ from fskv.offload.kv_store import options_of
 
 # Formats that load what stands in the checkpoint.
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral", "fastsafetensors")
-# What brings others under such a format: another process's, experts of their own, scales of KV, what ModelOpt
-# restores or makes at the start.
+# Settings that bring other weights under such a format: another process's, separate experts, scales of KV,
+# weights that ModelOpt restores or makes at the start.
 _OTHER_WEIGHTS = (
     *("weight_cache_mode", "kt_weight_path", "quantization_param_path", "modelopt_quant"),
     *("modelopt_checkpoint_restore_path", "modelopt_checkpoint_save_path", "modelopt_export_path"),
@@ -80,7 +80,7 @@ def call_deadline(config: StoreConfig) -> Deadline:
 
 
 def file_rank(ranks: Any) -> int | None:
-    """Return what stands for a rank in the names of files; None where all ranks have the same bytes.
+    """Return the rank in the names of files; None where all ranks have the same bytes.
 
     `ranks` is SGLang's HiCacheStorageConfig. Latents (MLA) are the same on all ranks of a tensor-parallel
     group; the first of them stores. Under context parallelism each rank has a part of each page.
@@ -144,7 +144,7 @@ def build_identity(
 def _group(
     number: int, name: str, pool: HostPages, facts: ServerFacts, ranks: Any, page_tokens: int
 ) -> GroupIdentity:
-    """Return the group of a pool: what it remembers, and its window where the configuration tells it."""
+    """Return the group of a pool: its kind, and its window if the configuration has one."""
     kind, window = GroupKind.STATE, None
     told = facts.hf_config.get("sliding_window")
     if name == "kv":
@@ -226,7 +226,7 @@ def _weights(facts: ServerFacts, config: StoreConfig) -> str:
 
 
 def _is_calibrated(facts: ServerFacts) -> bool:
-    """Say whether ModelOpt quantises the checkpoint at the start, by what it has computed of some texts."""
+    """Return whether ModelOpt quantises the checkpoint at the start, from statistics of some texts."""
     quantised = ("quantization_config", "compression_config")
     return (
         facts.arguments.get("quantization") in _CALIBRATED

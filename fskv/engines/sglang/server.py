@@ -39,7 +39,7 @@ _WATCHED = (
     ("mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController", (_STOP,)),
 )
 _updated: list[str] = []  # how weights were changed since this was imported
-# What is stopped when weights change.
+# Stopped when weights change.
 stores: WeakSet[BlockingStore] = WeakSet()
 # Set while SGLang waits for its storage threads, 10 s for each; the scheduler ends if one is not done then.
 stopping = threading.Event()

@@ -211,7 +211,7 @@ def _pools(named: dict[str, Any]) -> dict[str, HostPages]:
 
 
 def _prefixes(there: Sequence[bool], transfer: hicache.PoolTransfer) -> set[int]:
-    """Return the lengths of prefixes in pages for which a pool has what its policy asks for."""
+    """Return the lengths of prefixes, in pages, at which a pool has the pages that its policy needs."""
     policy = hicache.PoolHitPolicy
     needed = {policy.ALL_PAGES: len(there), policy.TRAILING_PAGES: len(transfer.keys or ()) or 1}
     if transfer.hit_policy not in needed:

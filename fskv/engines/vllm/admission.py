@@ -1,8 +1,8 @@
 """Keeps loads from waiting for each other for ever in vLLM's scheduler, and failed ones from blocking others.
 
-A request with a load that is over waits for the blocks of what it still has to compute. vLLM reserves these,
-and asks such requests in the order in which they came; the first for which there is no room ends the step's
-admissions. Three things make that a wait for ever, for it and all behind it (seen with vLLM 0.32):
+After its load a request waits for the blocks of its remaining computation. vLLM reserves these, and asks such
+requests in the order in which they came. The first one without room ends the step's admissions. Three faults
+make that a wait for ever, for it and all behind it (seen with vLLM 0.32):
 
 - of a sliding window nothing is reserved once a load has taken more blocks than a window has, most of them
   null, so that loads are admitted into each other's room: `quirks.mended_remaining_blocks`;
@@ -44,7 +44,7 @@ class Admission:
                 setattr(requests[req_id], _FAILED, True)
 
     def steps_aside(self, request: Request) -> bool:
-        """A request without blocks asks what could be loaded; say whether it is to ask again instead."""
+        """Return whether a request without blocks must wait and ask for its loads again."""
         if self._scheduler is None:
             self._scheduler = reserving_scheduler()
             if self._scheduler is None:

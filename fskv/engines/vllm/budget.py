@@ -73,7 +73,7 @@ class LoadBudget:
 
     @property
     def _is_sure(self) -> bool:
-        """Whether a step was long enough to tell other engines of: the tail of a hit is not."""
+        """True if a step was long enough to tell other engines of: the tail of a hit is not."""
         return self._largest_step >= _LEAST_STEP_TOKENS
 
     def recompute_s(self, tokens: int) -> float | None:
@@ -98,7 +98,7 @@ class LoadBudget:
         return max(_LEAST_S, recompute_s) if self._on and recompute_s is not None else math.inf
 
     def admitted(self, req_id: str, num_loaded: int, job_id: int | None) -> None:
-        """VLLM has pages for the request: what was decided about it holds. Said again after a load."""
+        """Note that vLLM has pages for the request: the decision about it holds. Said again after a load."""
         by = self._asked[req_id]
         if self._manager.was_asked(req_id) and not by.counted:
             result = "hit" if num_loaded else "unused" if by.found else "miss"
@@ -111,7 +111,9 @@ class LoadBudget:
         by.found = by.taken = 0
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
-        """A step was scheduled: what a request computes in it beside one token and its drafts is prompt."""
+        """Note a scheduled step: prompt tokens are all that a request computes beside one token and its
+        drafts.
+        """
         for req_id in scheduled.finished_req_ids:
             self._asked.pop(req_id, None)
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -122,7 +124,7 @@ class LoadBudget:
         self._steps.append((self._clock(), prompt_tokens))
 
     def on_output(self) -> None:
-        """The oldest step has ended. What ran before it had ended is not its time."""
+        """Note that the oldest step has ended; its time begins where the one before ended."""
         now = self._clock()
         if self._steps:
             at, num_tokens = self._steps.popleft()
@@ -157,7 +159,7 @@ class LoadBudget:
                 self._counters.add(metrics.SAVED_SECONDS, saved_s)
 
     def reset(self) -> None:
-        """Forget the jobs as vLLM does at a reset: what is told of them later counts for nothing."""
+        """Forget the jobs as vLLM does at a reset: later reports of them do not count."""
         self._loads.clear()
 
     def get_stats(self) -> KVConnectorStats | None:

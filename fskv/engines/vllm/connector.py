@@ -1,9 +1,9 @@
 """FskvConnector: vLLM's offloading connector with files behind it and failures that cost a recompute.
 
-A thin subclass: vLLM's own scheduler decides what is looked up, loaded and stored; fskv brings the manager
-and the worker, and three things the stock connector lacks: an identity (derived here, compared on disk),
-failed loads (reported as `failed_recving`, so that the engine recomputes) and healing (the recompute
-offers the lost chunks for storing again). Contract and versions: docs/vllm.md.
+A thin subclass: vLLM's own scheduler decides about lookups, loads and stores. fskv brings the manager, the
+worker, and three missing parts: an identity (derived here, compared on disk), failed loads (reported as
+`failed_recving`, so that the engine recomputes), and healing (a recompute stores the lost chunks again).
+Contract and versions: docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class FskvConnector(OffloadingConnector):
 
     @property
     def _worker(self) -> FskvWorker | None:
-        """What moves this rank's KV; None on the scheduler's side, before there is KV, and at rest."""
+        """The worker that moves this rank's KV; None on the scheduler's side, before there is KV, and at
+        rest.
+        """
         half = self.connector_worker
         return None if half is None else cast("FskvOffloadingSpec", half.spec).worker
 
@@ -229,7 +231,9 @@ class FskvConnector(OffloadingConnector):
 
     @property
     def handshake(self) -> FskvHandshake | None:
-        """What this worker tells the scheduler; None on the scheduler's side, and before there is KV."""
+        """The facts that this worker tells the scheduler; None on the scheduler's side, and before there is
+        KV.
+        """
         return self._resting if self._worker is None else self._worker.handshake
 
     def get_handshake_metadata(self) -> None:
@@ -251,7 +255,7 @@ class FskvConnector(OffloadingConnector):
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """A step begins: from now on pages hold what it computes."""
+        """Begin a step: from now on its results are in pages."""
         if (worker := self._worker) is not None:
             worker.at_rest = False
             for keys in getattr(self._connector_metadata, "touches", ()):
@@ -277,7 +281,7 @@ class FskvConnector(OffloadingConnector):
         return FskvWorkerMetadata(**known, news=news, loads=loads, reloaded=worker.reloaded)
 
     def drop_jobs(self) -> None:
-        """Touch no KV page for what was asked for until now: the engine has given its KV up."""
+        """Touch no KV page for earlier jobs any more: the engine has given its KV up."""
         if (worker := self._worker) is not None:
             # Submitted at the start of the next step they would be, after a sleep, of other pages.
             worker.drop_jobs(take_deferred_stores(self.connector_worker))
@@ -291,7 +295,9 @@ class FskvConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Ask the workers, now that all have their KV: what vLLM hands over may be another connector's."""
+        """Ask the workers for their facts, now that all have their KV: vLLM may hand over another
+        connector's.
+        """
         if self._manager.chunks.stopped:
             return  # the scheduler does not know its KV, whatever its workers know
         try:
@@ -375,7 +381,7 @@ class FskvConnector(OffloadingConnector):
             offer_again(self.scheduler, req_id)
 
     def reset_cache(self) -> bool | None:
-        """Return when no worker touches a page any more for what was asked of it before."""
+        """Reset the manager and drop the jobs of all workers: no worker then touches a page for them."""
         events = self._manager.events
         if events is not None and cached_blocks(self._kv_cache_manager) is self._cached_blocks:
             # VLLM's own cache was not cleared, as blocks were in use: no AllBlocksCleared comes. Told while
@@ -427,6 +433,6 @@ def _fields(of_vllm: Any) -> dict[str, Any]:
 
 
 def _is_inside(path: str, root: str) -> bool:
-    """Whether a namespace is one of this root: an engine may have several, none of them inside another."""
+    """Return whether a namespace is one of this root: an engine may have several, none inside another."""
     root = os.path.normpath(root)
     return os.path.commonpath([os.path.normpath(path), root]) == root

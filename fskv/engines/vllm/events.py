@@ -1,10 +1,10 @@
-"""What a KV-aware router is told: which chunks became visible on the root, and which are gone.
+"""Events for KV-aware routers: the chunks that became visible on the root, and those that are gone.
 
-vLLM publishes the events (kv_events_config, medium STORAGE); this decides when there is one. A chunk is
-announced at most once until its removal is, and only by what proves that every rank's file was there: all
-ranks have published it, or a probe has just found it. What is announced is remembered, because the pruner
-knows only the names of files; what memory has no room for is announced as removed, so that no router
-believes for ever in something that cannot be taken back.
+vLLM publishes the events (kv_events_config, medium STORAGE); this module decides when. A chunk is announced
+at most once until its removal is, and only with proof that every rank's file was there: all ranks have
+published it, or a probe has just found it. Announced chunks are remembered, because the pruner knows only the
+names of files. When memory is full the oldest are announced as removed, so that no router believes in them
+for ever.
 
 Called on the scheduler's thread. Exists only where the engine publishes events. Memory: see MAX_ANNOUNCED.
 """
@@ -40,7 +40,7 @@ _Name = bytes  # of a chunk's file: 16 bytes of digest and 4 of the group
 
 
 class KvEvents:
-    """What an engine has announced and not taken back, and the news for its router. Scheduler's thread."""
+    """The announced chunks of an engine, and the news for its router. Scheduler's thread."""
 
     def __init__(self, max_announced: int = MAX_ANNOUNCED) -> None:
         self._max_announced = max_announced
@@ -51,7 +51,7 @@ class KvEvents:
 
     @classmethod
     def enabled_by(cls, config: OffloadingKVEventsConfig, tokens_per_chunk: int) -> KvEvents | None:
-        """Return what keeps the events of this engine, or None where it publishes none."""
+        """Return the `KvEvents` of this engine, or None if it publishes no events."""
         if not config.enable_kv_cache_events:
             return None
         if not config.self_describing_kv_events:
@@ -80,7 +80,9 @@ class KvEvents:
             self._take_back(digest + group_idx.to_bytes(4, "big"))
 
     def forget(self) -> None:
-        """The connector's cache was reset: vLLM's own AllBlocksCleared has a router forget what was said."""
+        """Forget all announcements after a reset of the cache: vLLM's AllBlocksCleared makes a router do the
+        same.
+        """
         self._news.clear()
         self._announced.clear()
         self._again = iter(())
@@ -109,7 +111,7 @@ class KvEvents:
             )
 
     def trim(self, payloads: MutableMapping[OffloadKey, object]) -> None:
-        """Drop the oldest of vLLM's payloads; what is announced of them is taken back first, by every block.
+        """Drop the oldest of vLLM's payloads, after taking back their announcements, by every block.
 
         vLLM keeps a payload until it was removed from the CPU tier, which fskv does not have, and so for ever
         (0.32 and 0.33: residency (CPU, None) in events.py).

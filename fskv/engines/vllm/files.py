@@ -1,14 +1,13 @@
-"""Which chunk files a rank has, and where in its KV tensors their pages are.
+"""The chunk files of a rank, and the places of their pages in its KV tensors.
 
 Without `canonical_layout` a rank has one file per chunk, with all of its pages. With it, the canonical page
-of a layer (vLLM's canonical_mapping: the block as it is without parallelism, all KV heads) is cut into equal
-slices, as many as the model has KV heads, and each slice of a chunk is a file of its own, which names the
-slice where other files name a rank. A rank has the files of the slices that lie in its pages, so engines of
-other tensor-parallel sizes find the same files. Invariant: slice s of a page of n * num_slices bytes is
-bytes [s * n, (s + 1) * n) of vLLM's canonical page, whoever writes it; a rank whose pages are not made of
-whole slices refuses to start.
+of a layer (vLLM's canonical_mapping: the block without parallelism, all KV heads) is cut into equal slices,
+one for each KV head. Each slice of a chunk is a file of its own, with the number of the slice in the place of
+a rank. A rank has the files of the slices in its pages, so engines of other tensor-parallel sizes find the
+same files. Invariant: slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of vLLM's
+canonical page, on every writer. A rank with parts of slices in its pages refuses to start.
 
-Pure but for the views it makes of the tensors; called once, at start-up.
+Pure, except that it makes views of the tensors; called once, at start-up.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class WorkerFiles:
     writer_index: int = 0
 
     def writes(self, key_hash: bytes) -> bool:
-        """Whether this rank writes the chunk's files; of those that have the same bytes exactly one does."""
+        """Return whether this rank writes the chunk's files; exactly one rank with the same bytes does."""
         return int.from_bytes(key_hash[-8:], "big") % self.num_writers == self.writer_index
 
 
@@ -61,7 +60,7 @@ def file_layouts(
     layouts: Sequence[GroupLayout],
     in_page: Mapping[str, Json] = MappingProxyType({}),
 ) -> dict[int, FileLayout]:
-    """Return what a chunk's files look like, by group index; equal slices of the same pages are all alike.
+    """Return the layout of a chunk's files, by group index; equal slices of the same pages are all alike.
 
     `in_page` is how pages are laid out inside where the namespace does not say it, by group.
     """

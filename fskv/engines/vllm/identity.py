@@ -1,4 +1,4 @@
-"""Derives from a live vLLM what fskv.namespace needs: groups, geometry inputs and the identity.
+"""Derives groups, geometry and identity for fskv.namespace from a live vLLM.
 
 Runs once per connector at start-up. The worker derives the identity, because only there the KV cache's
 dtype, layout and page sizes are resolved; the scheduler receives it in the handshake.
@@ -75,13 +75,15 @@ class EngineGroup:
 
     @property
     def planned_nbytes(self) -> int:
-        """Of a block if all layers were like the first: vLLM shows its scheduler no other (0.32)."""
+        """The bytes of a block if all layers were like the first: vLLM's scheduler sees no others (0.32)."""
         return self.layer_nbytes[0] * len(self.layer_nbytes)
 
     def facts(
         self, page_nbytes: tuple[int, ...], layer_names: tuple[str, ...] | None = None
     ) -> GroupIdentity:
-        """What an identity says of it, with the pages of a file; `layer_names` are its own if not given."""
+        """The facts about it in an identity, with the pages of a file; `layer_names` are its own if not
+        given.
+        """
         return GroupIdentity(
             self.spec.group_idx,
             self.kind,
@@ -141,12 +143,12 @@ def engine_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
 
 
 def _is_replayed(spec: KVCacheSpec) -> bool:
-    """Whether vLLM keeps a window out of prefix caching, and computes it anew after a hit (DeepSeek V4.1)."""
+    """Return whether vLLM does not cache a window, and computes it anew after a hit (DeepSeek V4.1)."""
     return any(getattr(each, "prefix_replay_tokens", 0) for each in iter_layer_specs(spec))
 
 
 def by_layer(texts: Iterable[str]) -> str:
-    """Return what is said of each layer, in their order: once where it is the same of all."""
+    """Join the texts of all layers, in their order: one text if all are the same."""
     runs = [(text, len(list(same))) for text, same in groupby(texts)]
     return runs[0][0] if len(runs) == 1 else " + ".join(f"{n} * {text}" for text, n in runs)
 
@@ -241,7 +243,8 @@ def weights_text(path: str, config: StoreConfig) -> str:
 
 
 def version_text(version: str) -> str:
-    """Return what of vLLM's version counts: of a release all but how it was built ("0.32.1" of "0.32.1+cpu").
+    """Return the part of vLLM's version that counts: of a release without its build ("0.32.1" of
+    "0.32.1+cpu").
 
     A patch may mend what a model computes. A development build is itself, whole.
     """
@@ -250,12 +253,12 @@ def version_text(version: str) -> str:
 
 
 def is_release(version: str) -> bool:
-    """Whether a version of vLLM names one state of its source code."""
+    """Return whether a version of vLLM names one state of its source code."""
     return _RELEASE.fullmatch(version) is not None
 
 
 def reuses_kv(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM uses KV of one request for another in this engine; nobody must where it does not.
+    """Return whether vLLM uses KV of one request for another in this engine; if not, fskv must not either.
 
     It turns that off for prompts that are not causal, and for pooling that needs all tokens; where a user
     turns it on for such pooling, the engine ends in an error.
@@ -266,7 +269,7 @@ def reuses_kv(vllm_config: VllmConfig) -> bool:
 
 
 def _kv_depends_on_topology(groups: list[EngineGroup]) -> bool:
-    """Whether tensor parallelism changes KV by more than rounding.
+    """Return whether tensor parallelism changes KV by more than rounding.
 
     vLLM 0.32 on CPUs, MLA: with TP 2 the second layer's latents of the first prefill step differ by as much
     as their own size from those of TP 1 (seen without fskv: other tokens); with attention heads, by 1e-6.
@@ -290,7 +293,7 @@ def gpu_arch() -> str:
 
 
 def _kind_of_all(specs: Sequence[KVCacheSpec]) -> tuple[GroupKind, int | None, int, str]:
-    """Return what `_kind` does, of all layers of a group; what a hit needs must be the same of each."""
+    """Return the `_kind` of all layers of a group; they must agree about the needs of a hit."""
     kinds, windows, retained, texts = zip(*map(_kind, specs), strict=True)
     (found, *others) = dict.fromkeys(zip(kinds, windows, retained, strict=True))
     if others and {*kinds} != {GroupKind.FULL, GroupKind.MLA}:  # these two are covered alike
@@ -422,7 +425,7 @@ def _extra(
 
 
 def _model_extra(model: Any, modules: list[Any], config: StoreConfig) -> dict[str, Json]:
-    """Return what the model that was built says beyond all configurations: its class, its code, its parts."""
+    """Return the facts of the loaded model beyond all configurations: its class, its code, its parts."""
     extra: dict[str, Json] = {"model_class": type(model).__qualname__}
     trusted = {"torch", "transformers"}
     if is_release(vllm_version):

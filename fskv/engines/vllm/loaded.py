@@ -1,8 +1,9 @@
-"""Tells the files and the code that an engine has really loaded, and whether that still holds.
+"""The files and the code that an engine has really loaded, and whether they are still the same.
 
-vLLM hands a connector what was asked for, not what came of it: configurations are copied and changed while a
-model is built, `auto` picks one of two sets of weights, a checkpoint may be replaced while it is read. So
-the plug-in notes every worker before it loads (`note_worker`), and the identity is derived from its model.
+vLLM hands a connector the requested configuration, which may differ from the loaded model. Configurations are
+copied and changed while a model is built, `auto` picks one of two sets of weights, and a checkpoint may be
+replaced while it is read. So the plug-in notes every worker before it loads (`note_worker`), and the identity
+is derived from its model.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Loaded:
         return getattr(self.worker(), "get_draft_model", lambda: None)()
 
     def draft_has_kv(self, layer_names: set[str]) -> bool:
-        """Whether some of these KV layers are the draft's; true where the draft is not told."""
+        """Return whether some of these KV layers are the draft's; true where the draft is not told."""
         worker, draft = self.worker(), self.draft
         if not isinstance(draft, torch.nn.Module):
             return True
@@ -75,7 +76,7 @@ class Loaded:
         return any(id(layers.get(name)) in parts for name in layer_names)
 
     def note_reloads(self, mark: str | None = None) -> None:
-        """From now on `reloaded` is true as soon as somebody calls what may change weights.
+        """Set `reloaded` from now on as soon as a method is called that may change weights.
 
         Then a byte is written to the file `mark`, for those who look from another process of this machine; it
         may be unlinked once this has returned. Raises OSError.
@@ -148,7 +149,7 @@ def _checkpoints(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def find_loaded(vllm_config: VllmConfig) -> Loaded:
-    """Return what this engine's worker in this process has loaded; raises ConfigError if it was not noted."""
+    """Return the `Loaded` of this engine's worker in this process; raises ConfigError if none was noted."""
     for loaded in _loaded:
         worker = loaded.worker()
         if worker is not None and worker.model_config is vllm_config.model_config:
@@ -248,7 +249,8 @@ def code_digests(modules: list[Any], trusted: set[str]) -> dict[str, Json]:
 
 
 def _code_files(package: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name inside the package, path) of its code; of a checkpoint's, what module `name` needs of it.
+    """Yield (name inside the package, path) of its code; of a checkpoint's code, the files that module `name`
+    needs.
 
     A tokenizer's code may lie beside that: if some process has loaded it.
     """

@@ -102,7 +102,7 @@ class _Prefix:
 
 @dataclass
 class FskvHandshake:
-    """What a worker tells the scheduler at start-up; pickled."""
+    """The facts that a worker tells the scheduler at start-up; pickled."""
 
     rank: int
     world_size: int
@@ -112,7 +112,7 @@ class FskvHandshake:
     dir_mode: int
     file_mode: int
     file_nbytes: dict[int, int]  # by group index
-    # What stands for a rank in the names of its files of a chunk; None: what its own rank gives.
+    # The ranks in the names of its files of a chunk; None: those that follow from its own rank.
     canonical_ranks: tuple[int | None, ...] | None = None
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
@@ -121,7 +121,7 @@ class FskvHandshake:
 
     @classmethod
     def resting(cls, rank: int, world_size: int, root: str, reason: str) -> FskvHandshake:
-        """Return what a worker tells that does not know its KV; its namespace's path is the root's."""
+        """Return the facts of a worker that does not know its KV; its namespace's path is the root's."""
         return cls(rank, world_size, 0, root, b"", 0, 0, {}, rests=reason)
 
     @property
@@ -138,7 +138,7 @@ class FskvHandshake:
 
 
 def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
-    """Name what the ranks differ in, as far as their manifests tell."""
+    """Name the differences of the ranks, as far as their manifests show them."""
     try:
         sides = read_manifest(first.namespace_path), read_manifest(other.namespace_path)
     except (FskvError, OSError, ValueError):
@@ -148,7 +148,7 @@ def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
 
 
 class FskvManager(OffloadingManager):
-    """vLLM's offloading manager over a Lookup: what is there, what may be stored, and for which requests."""
+    """vLLM's offloading manager over a Lookup: presence, stores, and the requests that may use them."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class FskvManager(OffloadingManager):
         self._most_tokens[req_id] = num_tokens
 
     def on_news(self, news: News) -> None:
-        """Take what the workers have told."""
+        """Take the news of the workers."""
         self._watch.note(news)
         self.chunks.on_news(news)
 
@@ -324,7 +324,7 @@ class FskvManager(OffloadingManager):
         return _RESULTS[presence]
 
     def was_asked(self, req_id: str) -> bool:
-        """Whether a look-up for this request was answered from what is known of files."""
+        """Return whether a lookup for this request was answered from knowledge of files."""
         return req_id in self._told
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -436,7 +436,7 @@ class FskvManager(OffloadingManager):
         self.chunks.end_step()
 
     def reset_cache(self) -> None:
-        """Forget what is known to be on disk; the files stay.
+        """Forget the index of files; the files stay.
 
         vLLM calls this after a weight update.
         """
@@ -469,7 +469,7 @@ class FskvManager(OffloadingManager):
         return self.chunks.attached and not self.chunks.stopped
 
     def _serves(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Whether a chunk may be loaded and stored for a request: all of it, or up to its limit."""
+        """Return whether a chunk may be loaded and stored for a request: all of it, or up to its limit."""
         most = self._most_tokens.get(req_context.req_id, math.inf)
         end = None if most == math.inf else req_context.get_offload_key_position(key)
         return self._is_on and (most == math.inf or (end is not None and end <= most))

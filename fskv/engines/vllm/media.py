@@ -1,4 +1,4 @@
-"""How much of a request with images, sound or video has keys that name its KV.
+"""The part of a request with images, sound or video whose keys name its KV.
 
 vLLM's keys name a medium by a digest of its content, or by the name that a client gave it (`uuid`). Inside
 one engine a false name serves the KV of one medium for another until the process ends. On a root it would
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def takes_media(vllm_config: VllmConfig) -> bool:
-    """Whether a request of this engine can have media."""
+    """Return whether a request of this engine can have media."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     # Embeddings of media come in also where the limits of all media are 0.
     has_none = getattr(media, "language_model_only", False) is True

@@ -23,7 +23,7 @@ from fskv.observe.metrics import ALL_METRICS, Gauge, Metric
 
 
 def name_of(metric: Metric) -> str:
-    """Return what vLLM publishes it as: its own metrics begin so, too."""
+    """Return the metric's name at vLLM's endpoint, with the prefix of vLLM's own."""
     return f"vllm:{metric.name}"
 
 
@@ -53,7 +53,7 @@ _IN_LINE = (
 
 
 class FskvStats(OffloadingConnectorStats):
-    """vLLM's stats, of which its log says what happened and not each number: "KV Transfer metrics: ...".
+    """vLLM's statistics, shown in its log as events: "KV Transfer metrics: ...".
 
     The line is made of `SoFar`, since the start: vLLM logs an interval in which no request ended, and the
     one before neither, at level DEBUG, and forgets it.
@@ -69,7 +69,7 @@ class FskvStats(OffloadingConnectorStats):
         return made
 
     def reduce(self) -> dict[str, Any]:
-        """Return what to log, in order; what did not happen is not in it."""
+        """Return the values to log, in order, without zeros."""
         # No ratio: of full attention a lookup ends at its first miss, however many chunks are behind it.
         words = {
             "requests loaded": self._requests(),
@@ -116,7 +116,7 @@ class FskvStats(OffloadingConnectorStats):
 
 
 class SoFar:
-    """What an engine's log line counts since the start, of the scheduler and of all workers.
+    """The sums since the start for the log line of an engine, of the scheduler and of all workers.
 
     Belongs to the scheduler's thread.
     """
@@ -127,7 +127,7 @@ class SoFar:
         self._told = True
 
     def add(self, stats: KVConnectorStats | None, child: str = "") -> None:
-        """Count what came with a step; of a MultiConnector's stats that of this child alone."""
+        """Count the statistics of a step; of a MultiConnector's those of this child alone."""
         if isinstance(stats, MultiKVConnectorStats):
             stats = stats.data.get(child)
         if not isinstance(stats, OffloadingConnectorStats):

@@ -105,7 +105,9 @@ def _answer(directory: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kv_cache_dtype(directory: str, option: str) -> str:
-    """Return what vLLM makes of --kv-cache-dtype; takes the quantisation out of the directory's files."""
+    """Return the dtype that vLLM makes of --kv-cache-dtype; takes the quantisation out of the directory's
+    files.
+    """
     hf = get_config(directory, trust_remote_code=False)
     holder: Any = SimpleNamespace(hf_config=hf)
     ModelArchConfigConvertorBase._normalize_quantization_config(holder, hf)  # noqa: SLF001
@@ -189,7 +191,7 @@ def _stub_what_keeps_no_kv() -> None:
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds an empty module for each library in _ABSENT that is not installed."""
+    """An import finder with an empty module for each library in _ABSENT that is not installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in _ABSENT:

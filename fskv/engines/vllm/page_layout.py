@@ -54,7 +54,7 @@ def page_layouts(
     *,
     canonical: bool = False,
 ) -> dict[str, Json]:
-    """Return what the identity must hold of the layout inside pages, by group; `num_blocks` has the engine.
+    """Return the layouts inside pages for the identity, by group; `num_blocks` has the engine.
 
     `canonical`: of a page of one head, which is the same in every topology; how heads lie beside each other
     is in the name of the canonical format.
@@ -85,7 +85,7 @@ class _Page:
 
     @classmethod
     def of(cls, bound: torch.Tensor, num_blocks: int) -> _Page:
-        """What lies outside of the axis of blocks is apart by all blocks of the engine: by one, in a page."""
+        """Make the page of one block: outer strides span all blocks of the engine, in a page only one."""
         of_blocks = block_axis(bound, num_blocks)
         shape, strides = [*bound.shape], [*bound.stride()]
         shape[of_blocks] //= num_blocks
@@ -103,7 +103,7 @@ class _Page:
         return _Page(self.dtype, (blocks, 1, tokens, elements), strides, blocks)
 
     def zeros(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return all that the strides span: as bytes, what lies behind these, and the page.
+        """Return zeros for all that the strides span: their bytes, the bytes behind them, and the page.
 
         A function that takes its elements for larger ones writes behind them, 8 bytes for one at most.
         """
@@ -213,7 +213,7 @@ def _digest_of_trial(layer: Any, page: _Page, tokens: int, dtype: torch.dtype, h
 
 
 def _writer(layer: Any, tokens: int, heads: int) -> tuple[_Write, int]:
-    """Return what writes a page's keys and values, from that many numbers, and how many those are."""
+    """Return the function that writes keys and values of a page from so many numbers, and that number."""
     impl = layer.impl
     slots = torch.arange(tokens, device=layer.kv_cache.device)
     rank = getattr(impl, "kv_lora_rank", None)

@@ -1,4 +1,4 @@
-"""Where the KV of a block lies in memory, by the strides of what vLLM has bound to its layers.
+"""The places of a block's KV in memory, by the strides of the tensors that vLLM has bound to its layers.
 
 VLLM offers a connector rows, one for each block, and finds them by rules of its own. For some layouts those
 rows hold a part of a block, or other bytes (0.32 and 0.33: VLLM_KV_CACHE_LAYOUT=LHBNC, and states alone in a
@@ -75,7 +75,7 @@ def block_axis(tensor: torch.Tensor, num_blocks: int) -> int:
 def places_of(
     vllm_config: VllmConfig, groups: Iterable[EngineGroup], num_blocks: int
 ) -> dict[str, Places]:
-    """Return where each layer's blocks are, but for layers that have another one's.
+    """Return the places of each layer's blocks, without layers that use another one's.
 
     Raises RestError where a layer does not tell, or tells of more or fewer bytes than its specification.
     """
@@ -94,7 +94,7 @@ def places_of(
 
 
 def own_layers(vllm_config: VllmConfig, group: EngineGroup) -> Iterator[tuple[str, Any]]:
-    """Yield names and layers of a group, but for layers that have another one's pages."""
+    """Yield names and layers of a group, without layers that use another one's pages."""
     layers = vllm_config.compilation_config.static_forward_context
     for name in group.layer_names:
         if not getattr(layers.get(name), "kv_sharing_target_layer_name", None):
@@ -204,7 +204,7 @@ def _runs(start: int, shape: Sequence[int], strides: Sequence[int], item: int) -
 
 
 def _joined(runs: _Runs) -> _Runs:
-    """Return sorted runs with neighbours and what overlaps made one."""
+    """Return sorted runs, with neighbours and overlapping ones joined."""
     joined: _Runs = []
     for start, nbytes in runs:
         if joined and start <= sum(joined[-1]):

@@ -82,7 +82,7 @@ def _keep_embeddings_out(resolve: Any, config: VllmConfig) -> None:
 
 
 def _is_alone(config: VllmConfig) -> bool:
-    """Whether the engine's KV comes from fskv and from nowhere else but itself."""
+    """Return whether the engine's KV comes from fskv and from nowhere else but itself."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return False

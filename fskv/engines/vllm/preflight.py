@@ -1,8 +1,9 @@
 """Refuses settings, options and a root that cannot work while vLLM still builds its configuration.
 
-That is in the process of `vllm serve`, seconds after its start: the engine finds the same once it has read
-the weights. vLLM asks for a connector's class then and hands over no configuration, so it is looked for among
-the callers. Where it is not found, only the engine's own look is left.
+This happens in the process of `vllm serve`, seconds after its start. The engine would find the same faults
+only after it has read the weights. vLLM asks for a connector's class then and hands over no configuration, so
+this module looks for the configuration among the callers. If it is not found, only the engine's own check is
+left.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def check_root(config: StoreConfig) -> None:
 
 
 def _runs_here(parallel: Any) -> bool:
-    """Whether all of the engine runs on this node: another one's mounts are not seen from here."""
+    """Return whether all of the engine runs on this node: another one's mounts are not seen from here."""
     size = getattr(parallel, "data_parallel_size", 1)
     return (
         getattr(parallel, "nnodes", 1) == 1

@@ -1,12 +1,11 @@
-"""Everything private of vLLM that fskv touches while an engine runs, and what it puts right from outside.
+"""The private parts of vLLM that fskv touches while an engine runs, and the faults of vLLM that fskv mends.
 
 vLLM gives a connector no way to the engine's workers, a child no way to the connector around it, a tier no
-way to the scheduler, and asks for a connector's class without the configuration that names it. Whoever builds
-or resets them is among the callers, so `callers` looks there. What is put right is said at each function,
-with the versions of vLLM that need it.
+way to the scheduler, and asks for a connector's class without the configuration that names it. The code that
+builds or resets them is among the callers, so `callers` looks there. Each function names the fault that it
+mends, with the versions of vLLM.
 
-Called on the scheduler's thread, but for what takes a worker: that is for the worker's thread, between two
-steps.
+Called on the scheduler's thread. Functions that take a worker are for the worker's thread, between two steps.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def connectors() -> Iterator[OffloadingConnector]:
 
 
 def handshakes_of_workers() -> list[Any]:
-    """Return what fskv's connectors of the engine's workers have to say; [] if no executor is calling."""
+    """Return the handshakes of fskv's connectors in the engine's workers; [] if no executor is calling."""
     found = executor()
     told = [] if found is None else found.collective_rpc(handshakes, timeout=_ANSWER_S)
     return [each for of_worker in told for each in of_worker]
@@ -119,7 +118,7 @@ def handshakes(_worker: object) -> list[Any]:
 
 
 def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlocks) -> None:
-    """Tell a connector which blocks a request got that somebody else may be about to load.
+    """Tell a connector the blocks of a request that another connector may be about to load.
 
     vLLM frees the blocks of a finished request while its stores may still be queued, and has a store read its
     blocks before they change hands; but a child hears of new owners only from its own loads and from what
@@ -133,7 +132,8 @@ def tell_allocated(scheduler: OffloadingConnectorScheduler, blocks: KVCacheBlock
 
 
 def mend_vllm() -> None:
-    """Have vLLM's scheduler, and each connector of its offloading kind, do what the `mended_...` here say.
+    """Replace methods of vLLM's scheduler and of each offloading connector by the `mended_...` functions
+    here.
 
     Called on the scheduler's side before the first request. A vLLM that does it otherwise stays as it is.
     """
@@ -179,7 +179,7 @@ def mended_on_new_request(
 def mended_build_tails(
     of_vllm: Any, self: OffloadingConnectorScheduler, output: SchedulerOutput
 ) -> Any:
-    """Heed a client's cap on what is stored where states are kept within a block.
+    """Heed a client's cap on stores if states are kept within a block.
 
     There it ends the engine (0.32), or is not obeyed (0).
     """
@@ -223,7 +223,7 @@ def mended_reset_cache(of_vllm: Any, self: OffloadingConnectorScheduler) -> None
 
 
 def drop_in_workers() -> None:
-    """Return when no worker touches a KV page any more for what was asked of it; waits for copies only.
+    """Drop all jobs in all workers; return when none touches a KV page any more. It waits for copies only.
 
     A reset leaves to the next step what waits in the workers to be stored: that is gathered then. But an
     engine resets when it gives its KV up. One in processes of its own waits until its connector is idle
@@ -266,7 +266,7 @@ def mended_build_connector_meta(
 
 
 def mended_remaining_blocks(of_vllm: Any, self: Scheduler, request: Request) -> int:
-    """Return what is to be reserved for a request, with what it still needs of sliding windows.
+    """Return the blocks to reserve for a request, with those that it still needs of sliding windows.
 
     vLLM (0.32, 0.33) takes what a window needs at most, less the blocks that the request has: with the null
     ones before the window, which take no room. After a long load that is nothing.
@@ -336,7 +336,7 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
 def prefix_of(
     scheduler: OffloadingConnectorScheduler, req_id: str
 ) -> tuple[list[tuple[int, list[OffloadKey]]], int]:
-    """Return of each group its tokens a chunk and a request's keys, and what vLLM's own cache has of it."""
+    """Return (tokens of a chunk, keys of the request) for each group, and the tokens in vLLM's own cache."""
     status = scheduler._req_status[req_id]  # noqa: SLF001
     groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
     return (
@@ -352,12 +352,14 @@ def job_of_load(scheduler: OffloadingConnectorScheduler, req_id: str) -> int:
 
 
 def cached_blocks(kv_cache: KVCacheManager | None) -> object:
-    """Return what a reset of vLLM's prefix cache replaces by another; a connector hears nothing of it."""
+    """Return vLLM's table of cached blocks: a reset of its prefix cache replaces the table and tells no
+    connector.
+    """
     return None if kv_cache is None else kv_cache.block_pool.cached_block_hash_to_block
 
 
 def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:
-    """Return what vLLM remembers of chunks, for events that may name them."""
+    """Return vLLM's payloads of chunks, for events that may name them."""
     found: MutableMapping[OffloadKey, object] = scheduler._events_tracker._pending_event_metadata  # noqa: SLF001
     return found
 

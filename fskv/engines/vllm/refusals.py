@@ -28,7 +28,7 @@ def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
 
 
 def _settings(vllm_config: VllmConfig) -> Settings:
-    """Return what fskv.kv_transfer.line asks for, as far as the configuration has it by now."""
+    """Return the settings that fskv.kv_transfer.line judges, as far as the configuration has them by now."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     is_final = getattr(cache, "user_specified_block_size", False) or current_platform.is_cpu()
     # States have vLLM choose other blocks, once the weights are read.

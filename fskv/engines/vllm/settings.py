@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
-    """Return what changes KV and differs from the default, by part of the configuration.
+    """Return the settings that change KV and differ from the default, by part of the configuration.
 
     Raises ConfigError where KV depends on what an engine has computed before, RestError for a setting that
     cannot be compared.
@@ -55,8 +55,8 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
 
 
 def _resolve(values: dict[str, Any]) -> None:
-    """Take out what is the default by another name."""
-    # What "auto" means where vLLM has the model.
+    """Drop values that are the default by another name."""
+    # The meaning of "auto" if vLLM has the model.
     if values.get("model_config.model_impl") == "vllm":
         del values["model_config.model_impl"]
     worker = values.pop("parallel_config.worker_cls", "auto")
@@ -67,7 +67,7 @@ def _resolve(values: dict[str, Any]) -> None:
 
 
 def _derived(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return what follows from harmless settings and changes KV of some models."""
+    """Return values that follow from harmless settings and change KV of some models."""
     model = vllm_config.model_config
     found: dict[str, Any] = {}
     # The temperature of Llama 4's attention: on if the context is longer than 32768, unless the configuration
@@ -90,7 +90,7 @@ def _derived(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _experts(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return what chooses the kernel of quantised experts, and with it how exact their activations are.
+    """Return the settings that choose the kernel of quantised experts, and so the precision of activations.
 
     Not every kernel takes adapters, or batches of other ranks' tokens. The next in line may take 16 bits
     where this one takes 4 (fused_moe/modular_kernel.py:591, fused_moe/config.py:1057).

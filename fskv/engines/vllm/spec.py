@@ -1,4 +1,4 @@
-"""Builds what vLLM's offloading connector runs on: the scheduler's manager and a rank's worker.
+"""Builds the two halves of vLLM's offloading connector: the scheduler's manager and a rank's worker.
 
 `prepare` finds out what both sides must agree on, `with_spec` hands it to `FskvOffloadingSpec` through vLLM's
 own factory.
@@ -52,7 +52,7 @@ _SETUP_KEY = (
 
 @dataclass(frozen=True)
 class Setup:
-    """What the connector found out before vLLM builds the spec."""
+    """The findings of the connector before vLLM builds the spec."""
 
     vllm_config: VllmConfig
     config: StoreConfig
@@ -124,7 +124,7 @@ def find(
     kv_caches: CanonicalKVCaches,
     row: CanonicalKVCaches | None = None,
 ) -> tuple[WorkerFiles, Identity, dict[str, Json], Loaded]:
-    """Return a rank's files, the identity of its KV, how pages are laid out inside, and what is loaded.
+    """Return a rank's files, the identity of its KV, the layout inside pages, and the loaded weights.
 
     `row` is where vLLM's CPU tier has the blocks of a chunk: then the files' pages are there.
 

@@ -34,7 +34,7 @@ def check(version: str = __version__) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """The place for imports of an adapter: raises ConfigError where this vLLM lacks what they need."""
+    """The context for imports of an adapter: raises ConfigError if this vLLM lacks a needed name."""
     try:
         yield
     except FskvError:

@@ -112,7 +112,7 @@ class FskvWorker(OffloadingWorker):
 
     @property
     def reloaded(self) -> bool:
-        """Whether the weights may be others than those that the namespace names."""
+        """True if the weights may be others than those that the namespace names."""
         return self._reloaded()
 
     def get_finished(self) -> list[TransferResult]:

@@ -1,14 +1,14 @@
 """FskvMultiConnector: several roots, or a root beside another connector, in one engine.
 
-vLLM's MultiConnector carries the calls to the children; here is what it does not do: load from the child
-that is worth most, go on without one that does not answer, keep the children's metrics apart, and tell each
-child which blocks a load of another one is about to overwrite. In vLLM's own one child that has not answered
-defers the request, two classes cannot define one metric, and a queued store may write another child's KV
-under its old key.
+vLLM's MultiConnector carries the calls to the children. This class adds four things: it loads from the child
+that is worth most, goes on without a silent one, keeps the children's metrics apart, and tells each child
+which blocks a load of another one is about to overwrite. In vLLM's own connector a silent child defers the
+request, two classes cannot define one metric, and a queued store may write another child's KV under its old
+key.
 
-Children, and not one connector with several roots: they work beside connectors that are not ours, a child
-is all that is tested for one root, and a request's load has one deadline and one owner of a failure. The
-price: a prefix of which each root has a part is loaded from one of them.
+Why children, instead of one connector with several roots? They work beside foreign connectors. A child is the
+connector that is tested for one root. A request's load has one deadline and one owner of a failure. The
+price: if each root has a part of a prefix, only one part is loaded.
 
 Scheduler and worker side run on the threads of vLLM that call them; no call waits.
 """
@@ -122,7 +122,7 @@ class FskvMultiConnector(MultiConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask all children, in every step: asking is what makes them look, and prepare for new blocks."""
+        """Ask all children, in every step: each then looks, and prepares for new blocks."""
         req_id = request.request_id
         for table in (self._requests_to_connector, self._given_up):
             table.pop(req_id, None)
@@ -152,7 +152,7 @@ class FskvMultiConnector(MultiConnector):
         return tokens, is_async
 
     def _is_worth_waiting(self, req_id: str, silent: Sequence[int], *, has_other: bool) -> bool:
-        """Whether a request still waits for children that are silent.
+        """Return whether a request still waits for children that are silent.
 
         Where no other has a token, one of ours is waited for as it asks: it ends that wait itself.
         """
@@ -167,7 +167,7 @@ class FskvMultiConnector(MultiConnector):
     def _value(
         self, idx: int, request: Request, num_computed: int, tokens: int | None
     ) -> tuple[bool, float]:
-        """Return what a child is worth for a request; of one that is silent, what it could be worth at most.
+        """Return the worth of a child for a request; of a silent one, the most that it could be worth.
 
         A child whose load of this request has failed comes after all others.
         """
@@ -261,9 +261,9 @@ def _parse(vllm_config: VllmConfig) -> MultiConfig:
 
 
 def _check_whole_chunks(names: Sequence[str], children: Sequence[Any]) -> None:
-    """Refuse vLLM's own offloading where it fills chunks in part and serves them whole (0.32).
+    """Refuse vLLM's own offloading if it fills chunks in part and serves them whole (0.32).
 
-    What a request computes after such a chunk would be stored by its siblings.
+    Its siblings would store the KV that a request computes after such a chunk.
     """
     for name, child in zip(names, children, strict=True):
         if not isinstance(child, OffloadingConnector) or isinstance(child, FskvConnector):

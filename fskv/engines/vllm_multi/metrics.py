@@ -32,7 +32,7 @@ def stats_id(name: str, transfer: KVTransferConfig) -> str:
 
 
 def rebuild(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
-    """Return statistics from what came through another process, each of its own class again."""
+    """Rebuild statistics that came through another process, each of its own class again."""
     found: dict[str, Any] = {}
     for child_id, payload in (data or {}).items():
         if isinstance(payload, KVConnectorStats):
@@ -98,10 +98,10 @@ _Made = dict[str, tuple[object, Any]]  # by name: class and labels, and the metr
 
 
 def _sharing(cls: Any, made: _Made, child: int) -> Callable[..., Any]:
-    """Return what stands for a class of metrics: a name that is there already gives the metric of before.
+    """Return a stand-in for a class of metrics: a name that exists gives the metric of before.
 
-    Unless it has other labels (0.33: vllm:kv_offload_config_info has one for each setting): it gets the
-    child's number behind its name then, for one name has one set of labels in Prometheus.
+    With other labels (0.33: vllm:kv_offload_config_info has one for each setting) it gets the child's number
+    behind its name, because Prometheus has one set of labels for a name.
     """
 
     def make(

@@ -1,9 +1,8 @@
 """FskvTier: fskv's files as a secondary tier of vLLM's TieringOffloadingSpec, behind its CPU tier.
 
 vLLM keeps chunks in host memory (the primary tier) and asks this one for what it has not; a hit is loaded
-into a row of that memory, from where vLLM copies it to the GPU. What is stored is the payload without the
-row's padding, under the identity that FskvConnector derives: with chunks of the same size both serve each
-other's files.
+into a row of that memory, from where vLLM copies it to the GPU. A file holds the payload without the row's
+padding, under the identity that FskvConnector derives. With chunks of one size both serve each other's files.
 
 FskvManager decides what is there and what may be stored, a worker moves the bytes; here their answers become
 vLLM's jobs. Invariant: of a reported job no row is touched any more. A load that is late is reported failed,
@@ -196,7 +195,7 @@ class FskvTier(SecondaryTierManager):
         return result
 
     def _may_load(self, chunk: ChunkId, req_id: str) -> bool:
-        """Whether a hit may be answered as one; vLLM then gives the chunk a row at once.
+        """Return whether a hit may be answered as one; vLLM then gives the chunk a row at once.
 
         A hit of more chunks than there are rows would never come to an end: what is loaded last takes the
         rows of what was loaded first, vLLM defers the request, and next time asks for the first again.
@@ -269,7 +268,7 @@ class FskvTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Free all rows, then treat it as what it is in vLLM 0.32: the connector's cache is being reset.
+        """Free all rows and reset: vLLM 0.32 calls this when it resets the connector's cache.
 
         Loads are given up. Stores are copied to staging as far as that reaches and go on from there, unless
         the weights are in doubt from now on. Waits for memory copies, never for a disk.

@@ -1,10 +1,10 @@
-"""What FskvTier must know of the engine's workers: the identity of their KV and where it lies in a row.
+"""The facts that FskvTier needs of the engine's workers: the identity of their KV, and its places in a row.
 
 vLLM builds a secondary tier in the scheduler's process, while it builds its scheduler: the workers have
 bound their KV caches by then and are idle. The tier is given neither vLLM's configuration nor a way to the
 workers, so `ask_workers` has every worker run `report` through the engine's executor (vllm.quirks). A
 worker reads the places from the object that copies between GPU and row, and derives the identity as it does
-for FskvConnector; all must agree. What cannot be found refuses to start.
+for FskvConnector; all must agree. Without these facts the engine does not start.
 
 VLLM's tiering copies every chunk into one row of shared memory: the ranks side by side, in each the tensors
 side by side, in each the chunk's blocks side by side, every block padded to the tensor's page; then padding
@@ -182,7 +182,7 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
 def _check_offered(
     vllm_config: Any, spec: OffloadingSpec, groups: Sequence[EngineGroup], config: StoreConfig
 ) -> None:
-    """Raise ConfigError where vLLM's tiering does not tell a tier what it would need to be safe."""
+    """Raise ConfigError if vLLM's tiering does not tell a tier the facts that it needs to be safe."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.world_size != parallel.tensor_parallel_size:
         raise ConfigError(
@@ -230,7 +230,7 @@ def placements_of(files: WorkerFiles) -> dict[int | None, tuple[Placement, ...]]
 
 
 def fit(placements: Sequence[Placement], row_nbytes: int) -> bool:
-    """Whether the pages of a chunk's files lie in a row, each in a place of its own."""
+    """Return whether the pages of a chunk's files lie in a row, each in a place of its own."""
     spans = [span for placement in placements for span in plan_row(placement).spans]
     starts = sorted((span.tensor_offset, span.nbytes) for span in spans)
     return all(
