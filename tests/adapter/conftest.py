@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import replace
 
 import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let the engines' modules be imported, whatever they and torch warn of among themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (yield)
 
 
 @pytest.fixture(scope="session")

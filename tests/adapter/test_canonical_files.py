@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,30 +9,24 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from dataclasses import replace
+from dataclasses import replace
 
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-    )
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-    from fskv.engines.vllm.files import (
-        canonical_files,
-        canonical_format_of,
-        count_slices,
-        slice_offsets,
-    )
-    from fskv.engines.vllm.identity import EngineGroup
-    from fskv.errors import ConfigError
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.index.presence import Findings
-    from fskv.types import ChunkId
+from fskv.engines.vllm.files import (
+    canonical_files,
+    canonical_format_of,
+    count_slices,
+    slice_offsets,
+)
+from fskv.engines.vllm.identity import EngineGroup
+from fskv.errors import ConfigError
+from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.index.presence import Findings
+from fskv.types import ChunkId
 
 pytestmark = world.VLLM
 

@@ -7,7 +7,6 @@ is chosen by vLLM. Only the answers to "has this CPU AMX" and "is this a CPU" ar
 from __future__ import annotations
 
 import dataclasses
-import warnings
 
 import engine_lab as lab
 import pytest
@@ -17,30 +16,28 @@ pytest.importorskip(
     "vllm", reason="the identity of an engine needs the vllm environment: make test"
 )
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from vllm import _custom_ops
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheLayout,
-        KVCacheTensor,
-        create_kv_cache_views,
-    )
+import torch
+from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    create_kv_cache_views,
+)
 
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.identity import build_identity, engine_groups
-    from fskv.engines.vllm.page_layout import page_layouts
-    from fskv.errors import RestError
-    from fskv.namespace import diff
-    from fskv.root.root import Root
+from fskv.config import StoreConfig
+from fskv.engines.vllm.identity import build_identity, engine_groups
+from fskv.engines.vllm.page_layout import page_layouts
+from fskv.errors import RestError
+from fskv.namespace import diff
+from fskv.root.root import Root
 
 pytestmark = world.VLLM
 

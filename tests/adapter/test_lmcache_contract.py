@@ -12,7 +12,6 @@ import select
 import sys
 import threading
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -21,37 +20,35 @@ from world import damage, wait_for
 
 pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # LMCache, torch and numba among themselves
-    import torch
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
-    from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.internal_api import L1MemoryDesc
-    from lmcache.v1.distributed.l2_adapters import create_l2_adapter
-    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-    from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
-    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
-    from lmcache.v1.multiprocess.token_hasher import TokenHasher
-    from lmcache.v1.platform import consume_fd
-    from prometheus_client import REGISTRY
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.utils.hashing import get_hash_fn_by_name, sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
+import torch
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
+from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.platform import consume_fd
+from prometheus_client import REGISTRY
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import get_hash_fn_by_name, sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
-    try:
-        from lmcache.v1.check import check_mode_test_l2_adapter as check
-    except ModuleNotFoundError:  # since 0.5.7
-        from lmcache.inprocess.v1.check import check_mode_test_l2_adapter as check
+try:
+    from lmcache.v1.check import check_mode_test_l2_adapter as check
+except ModuleNotFoundError:  # since 0.5.7
+    from lmcache.inprocess.v1.check import check_mode_test_l2_adapter as check
 
-    from fskv.engines.lmcache import FskvAdapter, server
-    from fskv.engines.lmcache import adapter as module
-    from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, chunk_of
-    from fskv.errors import ConfigError
-    from fskv.identity.checkpoint_place import Checkpoint
+from fskv.engines.lmcache import FskvAdapter, server
+from fskv.engines.lmcache import adapter as module
+from fskv.engines.lmcache.identity import _MAX_DEADLINE_S, chunk_of
+from fskv.errors import ConfigError
+from fskv.identity.checkpoint_place import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

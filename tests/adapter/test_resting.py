@@ -9,7 +9,6 @@ import logging
 import pathlib
 import pickle
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,30 +16,28 @@ from world import VLLM, wait_for
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import kv_layouts as kv
-    import torch
-    import vllm
-    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-    )
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import RequestStatus
+import kv_layouts as kv
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
-    from fskv.engines.vllm import connector as module
-    from fskv.engines.vllm import page_layout
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm.identity import EngineGroup
-    from fskv.engines.vllm.manager import FskvHandshake
-    from fskv.engines.vllm.places import places_of
-    from fskv.engines.vllm.spec import FskvOffloadingSpec
-    from fskv.errors import ConfigError, RestError
-    from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.engines.vllm import connector as module
+from fskv.engines.vllm import page_layout
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.identity import EngineGroup
+from fskv.engines.vllm.manager import FskvHandshake
+from fskv.engines.vllm.places import places_of
+from fskv.engines.vllm.spec import FskvOffloadingSpec
+from fskv.errors import ConfigError, RestError
+from fskv.hybrid_planner import GroupKind, GroupSpec
 
 pytestmark = VLLM
 
@@ -106,8 +103,8 @@ def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
     # It loads a second set of vLLM's operators, which ends the process on a CPU without AVX-512.
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", None)
     served, rests = set(), {}
-    for module, name in LAYERS:
-        layer, is_state = layer_of(module, name)
+    for where, name in LAYERS:
+        layer, is_state = layer_of(where, name)
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),

@@ -8,7 +8,6 @@ import itertools
 import pathlib
 import tempfile
 import threading
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,44 +18,37 @@ from world import damage
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
-    import torch
-    from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
-    )
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.hicache_storage import (
-        HiCacheFile,
-        HiCacheStorage,
-        HiCacheStorageConfig,
-        PoolHitPolicy,
-        PoolName,
-        PoolTransfer,
-    )
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-    from sglang.srt.mem_cache.pool_host.mha import (
-        AsymmetricMHATokenToKVPoolHost,
-        MHATokenToKVPoolHost,
-    )
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-    from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-    from sglang.srt.utils.weight_checker import WeightChecker
+import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.utils.weight_checker import WeightChecker
 
-    from fskv.engines.sglang import harmless, identity, server, storage
-    from fskv.engines.sglang.host_pool import host_pages
-    from fskv.engines.sglang.identity import ServerFacts
-    from fskv.errors import ConfigError
+from fskv.engines.sglang import harmless, identity, server, storage
+from fskv.engines.sglang.host_pool import host_pages
+from fskv.engines.sglang.identity import ServerFacts
+from fskv.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +12,12 @@ from fskv.observe.metrics import Counters
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-    from vllm.v1.metrics import loggers
-    from vllm.v1.metrics.stats import SchedulerStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import SchedulerStats
 
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-    from fskv.engines.vllm.plugin import register
-
+from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+from fskv.engines.vllm.plugin import register
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,20 +10,18 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from vllm.v1 import kv_cache_interface as vllm
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheGroupSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
+import torch
+from vllm.v1 import kv_cache_interface as vllm
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
-    from fskv.engines.vllm.identity import engine_groups
-    from fskv.errors import RestError
-    from fskv.hybrid_planner import GroupKind
+from fskv.engines.vllm.identity import engine_groups
+from fskv.errors import RestError
+from fskv.hybrid_planner import GroupKind
 
 pytestmark = world.VLLM
 

@@ -13,7 +13,6 @@ import pickle
 import subprocess
 import sys
 import types
-import warnings
 
 import engine_lab
 import pytest
@@ -23,23 +22,21 @@ from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        OffloadingKVEventsConfig,
-        OffloadingManager,
-        OffloadingSpec,
-        OffloadingWorker,
-        ReqContext,
-        make_offload_key,
-    )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    ReqContext,
+    make_offload_key,
+)
 
-    from fskv.engines.vllm import plugin
-    from fskv.engines.vllm.manager import to_chunk
-    from fskv.errors import ConfigError
+from fskv.engines.vllm import plugin
+from fskv.engines.vllm.manager import to_chunk
+from fskv.errors import ConfigError
 
 pytestmark = world.VLLM
 
@@ -73,11 +70,7 @@ def test_every_override_takes_what_vllm_passes_and_nothing_abstract_is_left():
         OffloadingConnector,
     )
 
-    from fskv.engines.vllm.connector import (
-        FskvConnector,
-        FskvOffloadingSpec,
-        FskvWorkerMetadata,
-    )
+    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec, FskvWorkerMetadata
     from fskv.engines.vllm.manager import FskvManager
     from fskv.engines.vllm.worker import FskvWorker
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,26 +13,22 @@ from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        Medium,
-        OffloadingKVEventsConfig,
-        ReqContext,
-        make_offload_key,
-    )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    make_offload_key,
+)
 
-    from fskv.engines.vllm import events as module
-    from fskv.engines.vllm.budget import LoadBudget
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
-    from fskv.types import ChunkId, Presence, Status
+from fskv.engines.vllm import events as module
+from fskv.engines.vllm.budget import LoadBudget
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
+from fskv.types import ChunkId, Presence, Status
 
 pytestmark = world.VLLM
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,38 +14,32 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import functools
+import functools
 
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-    from test_vllm_contract import _check_overrides
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiConnector,
-        MultiKVConnectorStats,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from test_vllm_contract import _check_overrides
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
-    from fskv.engines.vllm.plugin import register
-    from fskv.engines.vllm_multi import connector as module
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector, _check_whole_chunks, _real
-    from fskv.engines.vllm_multi.metrics import OWN, _sharing, stats_id
-    from fskv.errors import ConfigError
-    from fskv.kv_transfer.multi import ChildConfig, check_roots
-    from fskv.observe import metrics
-    from fskv.observe.metrics import Counters
+from fskv.engines.vllm.admission import Admission
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
+from fskv.engines.vllm.plugin import register
+from fskv.engines.vllm_multi import connector as module
+from fskv.engines.vllm_multi.connector import FskvMultiConnector, _check_whole_chunks, _real
+from fskv.engines.vllm_multi.metrics import OWN, _sharing, stats_id
+from fskv.errors import ConfigError
+from fskv.kv_transfer.multi import ChildConfig, check_roots
+from fskv.observe import metrics
+from fskv.observe.metrics import Counters
 
 pytestmark = world.VLLM
 

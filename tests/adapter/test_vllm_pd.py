@@ -7,7 +7,6 @@ itself. With the real one: tests/pd_engines.
 from __future__ import annotations
 
 import pickle
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,16 +15,14 @@ from world import VLLM
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from scheduler_half import scheduler_with, step
-    from vllm.distributed.kv_transfer import kv_transfer_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from scheduler_half import scheduler_with, step
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-    from fskv.errors import ConfigError
+from fskv.config import StoreConfig
+from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+from fskv.errors import ConfigError
 
 pytestmark = VLLM
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import pickle
 import threading
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,46 +16,36 @@ from faults import transport as faults
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from one_group import PAGE, worker_of
-    from scheduler_half import scheduler_with, step
-    from vllm.distributed.kv_transfer import kv_transfer_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
-        TransferJob,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-        OffloadingConnectorWorker,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-    from vllm.v1.kv_offload.base import (
-        GPULoadStoreSpec,
-        OffloadingKVEventsConfig,
-        ReqContext,
-        make_offload_key,
-    )
-    from vllm.v1.outputs import KVConnectorOutput
+import torch
+from one_group import PAGE, worker_of
+from scheduler_half import scheduler_with, step
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    make_offload_key,
+)
+from vllm.v1.outputs import KVConnectorOutput
 
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm.manager import FskvManager, to_chunk
-    from fskv.engines.vllm.metrics import SoFar
-    from fskv.engines.vllm.quirks import mend_vllm
+from fskv.config import StoreConfig
+from fskv.engines.vllm.admission import Admission
+from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+from fskv.engines.vllm.manager import FskvManager, to_chunk
+from fskv.engines.vllm.metrics import SoFar
+from fskv.engines.vllm.quirks import mend_vllm
 
 pytestmark = VLLM
 
