@@ -171,10 +171,6 @@ def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certifie
 
 
 def test_the_views_of_a_rank_are_its_slices():
-    import torch
-
-    from fskv.engines.vllm.files import canonical_files, slice_offsets
-
     mapping = _mappings(2, 4)[1]
     caches = _caches(mapping, mapping.local_page_size_bytes)
     files = canonical_files([_group()], 2, caches, 4)

@@ -656,14 +656,6 @@ def test_vllm_makes_ids_of_requests_different(monkeypatch):
     assert len({internal() for _ in range(8)}) == 1
 
 
-def test_a_hash_that_two_prompts_may_share_is_refused(make, caplog):
-    world = make()
-    short = [ObjectKey((77).to_bytes(8, "big"), "m", 0)]
-    assert not world.store(short, world.objects(0)).is_successful()
-    assert "hash of 8 bytes" in caplog.text
-    assert world.lookup(short) == [False]
-
-
 def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
     """What the identity leaves to LMCache's keys."""
     hasher = TokenHasher(4)
@@ -672,30 +664,3 @@ def test_lmcaches_hash_of_a_chunk_holds_all_tokens_before_it():
     assert not set(hasher.compute_chunk_hashes([7, *range(1, 12)])) & set(plain)
     assert not set(TokenHasher(2).compute_chunk_hashes([*range(12)])) & set(plain)
     assert {len(each) for each in plain} == {32}
-
-
-def test_a_checkpoint_that_changes_stops_its_model_and_no_other(
-    make, monkeypatch, tmp_path, caplog
-):
-    monkeypatch.setattr(module, "_WATCH_S", 0.02)
-    (tmp_path / "model").mkdir()
-    weights = tmp_path / "model" / "model.bin"
-    weights.write_bytes(bytes(range(256)) * 64)
-    own = {name: word for name, word in ENTRY.items() if name != "weights_id"}
-    models = {"m": {**own, "checkpoint": str(weights.parent)}, "other": ENTRY}
-    world = make(models=models)
-    both = [*keys([1]), *keys([1], model_name="other")]
-    assert world.store(both, world.objects(0, 1)).is_successful()
-    assert world.lookup(both) == [True, True], "the control"
-    weights.write_bytes(bytes(range(255, -1, -1)) * 64)
-    wait_for(lambda: world.lookup(both) == [False, True])
-    assert world.load(both, world.objects(2, 3)) == [False, True]
-    assert not world.store(keys([2]), world.objects(0)).is_successful()
-    assert "the checkpoint of m was changed (stop its engines and this server" in caplog.text
-    assert make(models=models).lookup(both) == [False, True], "another namespace"
-
-
-def test_salt_and_rank_cannot_be_mistaken_for_one_another():
-    one, two = keys([1], cache_salt="a")[0], keys([1], cache_salt="a 02000200")[0]
-    assert len({chunk_of(one), chunk_of(two), chunk_of(keys([1])[0])}) == 3
-    assert chunk_of(keys([1])[0]).key_hash == keys([1])[0].chunk_hash, "as LMCache's log names it"

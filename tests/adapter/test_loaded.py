@@ -420,19 +420,3 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
         named()
     assert named("mine") is None
-
-
-def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
-    shutil.copytree(checkpoint, tmp_path / "draft")
-    config = config_of(checkpoint)
-    draft = SimpleNamespace(model=str(tmp_path / "draft"))
-    config.speculative_config = SimpleNamespace(draft_model_config=draft)
-    worker = worker_of(config)
-    check_unchanged(find_loaded(config), config)
-    _replaced(tmp_path / "draft")
-    with pytest.raises(ConfigError, match="draft"):
-        check_unchanged(find_loaded(config), config)
-    del worker

@@ -31,21 +31,6 @@ from fskv.types import Status
 # --- tenants --------------------------------------------------------------------------------
 
 
-def test_the_same_prompt_of_two_tenants_is_two_files_and_neither_hits_the_others(make_world):
-    blue = make_world(identity=make_identity(tenant="blue"))
-    red = make_world(identity=make_identity(tenant="red"))
-    nobody = make_world()
-    worlds = (blue, red, nobody)
-    assert len({world.directory.path for world in worlds}) == 3
-    assert len({world.directory.digest for world in worlds}) == 3
-    content = blue.content(1)
-    assert blue.put(1, content) is Status.OK
-    assert blue.get(1) == (Status.OK, content)
-    for other in (red, nobody):
-        assert other.chunk(1) == blue.chunk(1)  # the key is the same: the tenant is in the identity
-        assert other.get(1) == (Status.MISSING, None)
-
-
 @pytest.fixture
 def moved(make_world):
     """A chunk of the tenant blue, and the tenant red with a copy of its file."""

@@ -361,16 +361,6 @@ def test_a_request_is_counted_once_however_often_vllm_admits_it():
     engine.step(0.1, {}, finished=["failed: True"])
 
 
-def test_what_is_below_zero_is_counted_as_nothing_or_prometheus_would_raise_in_vllms_loop():
-    engine = known(load_s=1.0, recompute_s=0.5)
-    _, job, _ = engine.ask("slower than computing it")
-    engine.end(job, 30.0)
-    assert engine.counted(metrics.SAVED_SECONDS) == 0
-    for metric in (*metrics.BUDGET_COUNTERS, *metrics.WORKER_COUNTERS, *metrics.SCHEDULER_COUNTERS):
-        engine.budget._counters.add(metric, -1.0, (*metric.values, "")[0])
-    assert all(amount >= 0 for amount in engine.budget._counters.drain().values())
-
-
 # --- what is predicted --------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -352,25 +351,6 @@ def test_a_load_in_flight_writes_no_page_that_is_given_up(make_engine, monkeypat
     if told:
         ended, _ = engine.step()
         assert ended.failed_recving == ended.finished_recving == {"r"}
-
-
-def test_a_reset_returns_when_the_copy_in_progress_has_ended(make_engine):
-    engine = make_engine(faults.Script(gather="H"), weights_fixed=True, io_threads=1)
-    kv = engine.kv.clone()
-    engine.begin([1])
-    engine.step()
-    engine.step()
-    engine.transport.wait_until_hanging(1)
-    resetting = threading.Thread(target=Core(engine.scheduler).reset)
-    resetting.start()
-    resetting.join(0.1)
-    assert resetting.is_alive()
-    engine.transport.release()
-    resetting.join(20)
-    assert not resetting.is_alive()
-    engine.give_up_kv()
-    engine.settle()
-    assert engine.stored() in ({}, {1: kv[1].numpy().tobytes()})
 
 
 def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):
