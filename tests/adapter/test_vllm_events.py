@@ -124,12 +124,14 @@ def test_events_are_kept_only_where_the_engine_publishes_them(make_manager, desc
 # --- the manager ----------------------------------------------------------------------------
 
 
-def test_a_chunk_is_announced_when_the_last_rank_has_published_it(make_manager):
-    manager = make_manager(2, kv_events=KvEvents())
+def test_a_chunk_is_announced_and_hit_when_the_last_rank_has_published_it(make_manager):
+    manager, request = make_manager(2, kv_events=KvEvents()), ReqContext("r")
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.on_news(News(stored={_chunk(1): {0}}))
+    assert manager.lookup(_key(1), request) is LookupResult.RETRY
     assert _taken(manager.take_events()) == []
     manager.on_news(News(stored={_chunk(1): {1}}))
+    assert manager.lookup(_key(1), request) is LookupResult.HIT
     assert _taken(manager.take_events()) == [("stored", _key(1))]
     manager.chunks.on_removed([_name(1)])
     assert _taken(manager.take_events()) == [("removed", _key(1))]

@@ -17,7 +17,6 @@ pytest.importorskip("vllm", reason="these tests need the vllm environment: make 
 import functools
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from test_vllm_contract import _check_overrides
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -119,10 +118,7 @@ def output(finished=(), failed=()):
     )
 
 
-def test_what_is_overridden_and_what_is_reached_into_is_there_in_this_vllm():
-    assert issubclass(FskvMultiConnector, MultiConnector)
-    assert not inspect.isabstract(FskvMultiConnector)
-    assert _check_overrides(FskvMultiConnector, MultiConnector) == []
+def test_what_is_reached_into_is_there_in_this_vllm():
     for name in ("_aggregate_request_finished", "_get_connector_classes_and_configs"):
         assert hasattr(MultiConnector, name), name
     source = inspect.getsource(MultiConnector)
