@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import read_only
+from lmcache_lab import FACTS
 from world import damage, wait_for
 
 pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
@@ -58,17 +59,7 @@ SHAPE = torch.Size(
 NBYTES = SHAPE.numel() * 2
 ALIGNMENT = 4096  # LMCache's: objects of 4608 bytes are 8192 apart
 NUM_PLACES = 24
-ENTRY = {
-    "engine": "vllm 0.32.0",
-    "arch": "cpu-x86_64",
-    "attention_backend": "CPU_ATTN",
-    "block_size": 16,
-    "isa": "vec16",
-    "settings": {},
-    "media": "none",
-    "server": [0, 1],
-    "weights_id": "w",
-}
+ENTRY = {**FACTS, "block_size": 16, "isa": "vec16", "weights_id": "w"}
 
 
 class World:

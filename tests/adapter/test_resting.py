@@ -16,9 +16,13 @@ from world import VLLM, wait_for
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
+import engine_lab as lab
 import kv_layouts as kv
 import torch
 import vllm
+from scheduler_half import step
+from settings_lab import Line, config_of
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -27,7 +31,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request
 
 from fskv.engines.vllm import connector as module
 from fskv.engines.vllm import page_layout
@@ -266,26 +270,11 @@ def test_negative_control_settings_and_bugs_of_fskv_stop_the_start(error, monkey
 
 
 def whole_config(tmp_path, **options):
-    extra = {"root": str(tmp_path / "kv"), "maintenance": "off", **options}
-    transfer = SimpleNamespace(
-        kv_connector_extra_config=extra, is_kv_producer=True, kv_load_failure_policy="recompute"
-    )
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
-        cache_config=SimpleNamespace(
-            enable_prefix_caching=True, prefix_cache_retention_interval=None
-        ),
-        speculative_config=None,
-        model_config=SimpleNamespace(multimodal_config=None),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            world_size=1,
-            data_parallel_index=0,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-    )
+    (tmp_path / "kv").mkdir()
+    transfer = lab.connector(str(tmp_path / "kv"), maintenance="off")
+    made = config_of(Line({"kv_transfer_config": transfer}))
+    made.kv_transfer_config.kv_connector_extra_config |= options
+    return made
 
 
 def of_unknown_kind():
@@ -293,38 +282,13 @@ def of_unknown_kind():
     return KVCacheConfig(1, [], [KVCacheGroupSpec(["l.0"], spec)])
 
 
-def a_request():
-    return SimpleNamespace(
-        request_id="r",
-        num_tokens=100,
-        num_prompt_tokens=100,
-        block_hashes=[],
-        num_computed_tokens=0,
-        kv_transfer_params=None,
-        kv_hints=None,
-        skip_reading_prefix_cache=False,
-        lora_request=None,
-        prompt_embeds=None,
-        mm_features=[],
-        status=RequestStatus.RUNNING,
-        is_finished=lambda: False,
-    )
-
-
 def scheduled(request):
     """A step of vLLM's in which a request begins, with blocks of a group that fskv does not know."""
-    new = SimpleNamespace(req_id=request.request_id, block_ids=([1, 2],))
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_reqs=0)
-    return SimpleNamespace(
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={request.request_id: 100},
-        scheduled_spec_decode_tokens={},
-        finished_req_ids=set(),
-        preempted_req_ids=None,
-        kv_cache_block_copies=None,
-        kv_connector_block_state=None,
-    )
+    made = step(None)
+    made.scheduled_new_reqs = [SimpleNamespace(req_id=request.request_id, block_ids=([1, 2],))]
+    made.num_scheduled_tokens = {request.request_id: 100}
+    made.scheduled_spec_decode_tokens = {}
+    return made
 
 
 def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
@@ -335,14 +299,14 @@ def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
     told = worker.handshake
     assert "kind CrossAttentionSpec: fskv does not know how its KV is covered" in told.rests
     tell(monkeypatch, scheduler, told)
-    request = a_request()
+    request = Request("r", [1] * 100, SamplingParams(), None)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, None, 0)
-    step = scheduler.build_connector_meta(scheduled(request))
-    assert not step.load_jobs
-    assert not step.store_jobs
-    worker.bind_connector_metadata(step)
+    planned = scheduler.build_connector_meta(scheduled(request))
+    assert not planned.load_jobs
+    assert not planned.store_jobs
+    worker.bind_connector_metadata(planned)
     worker.start_load_kv(None)
     worker.wait_for_save()
     assert worker.get_transfer_results(set()).failed_recving == set()

@@ -72,40 +72,27 @@ def ask(manager, keys, request, *, steps):
     return None
 
 
+@pytest.mark.parametrize("bounded", [True, False])
 def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
-    make_rig,
+    make_rig, monkeypatch, bounded
 ):
+    """The control: without the bound the request is deferred for ever."""
+    if not bounded:
+        monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
     rig = make_rig()
     keys, pages = store(rig, range(1, 2 * NUM_ROWS + 7))
     manager = manager_of(rig)
     request = ReqContext("long")
     manager.on_new_request(request)
-    found = ask(manager, keys, request, steps=20)
-    assert found == NUM_ROWS
-    rows = manager.prepare_load(keys[:found], request).chunk_ids.tolist()
+    found = ask(manager, keys, request, steps=20 if bounded else 50)
+    assert found == (NUM_ROWS if bounded else None)
+    rows = manager.prepare_load(keys[:found], request).chunk_ids.tolist() if bounded else []
     for key, row in zip(keys, rows, strict=False):
         assert rig.rows[row][:40000].tobytes() == pages[key][:40000]
 
 
-def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
-    make_rig,
-    monkeypatch,
-):
-    monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
-    rig = make_rig()
-    keys, _ = store(rig, range(1, 2 * NUM_ROWS + 7))
-    manager = manager_of(rig)
-    request = ReqContext("long")
-    manager.on_new_request(request)
-    assert ask(manager, keys, request, steps=50) is None
-
-
 @pytest.mark.parametrize("tokens_per_block", [4096, 1])
-def test_a_slow_mount_is_waited_for(
-    make_rig,
-    monkeypatch,
-    tokens_per_block,
-):
+def test_a_slow_mount_is_waited_for(make_rig, monkeypatch, tokens_per_block):
     """As a control, chunks of one token each: to compute them takes no time, and they are not waited for."""
     probe, a_chunk_s = lookup.probe_chunks, 0.05
 
@@ -151,9 +138,7 @@ def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after
 
 @pytest.mark.parametrize("held", [True, False])
 def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
-    make_rig,
-    monkeypatch,
-    held,
+    make_rig, monkeypatch, held
 ):
     """Workers hear of a reset with the next step; the control: a load that does not wait for its output."""
     if not held:
@@ -187,9 +172,7 @@ def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
-    make_rig,
-    monkeypatch,
-    healed,
+    make_rig, monkeypatch, healed
 ):
     """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
     them to requests whose results are stored here."""
