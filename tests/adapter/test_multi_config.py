@@ -20,11 +20,7 @@ def ours(root, **options):
 
 
 def other(connector="OffloadingConnector", **options):
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
-    }
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
 
 def nixl(role, connector="NixlConnector", **extra):

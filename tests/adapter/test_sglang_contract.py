@@ -341,8 +341,7 @@ def test_a_prefix_is_restorable_only_if_every_pool_has_what_it_needs(example):
         pools = {PoolName.SWA: host_pool(seed=1), PoolName.MAMBA: state_pool(2)}
         ours = backend_at(base / "kv", host_pool(), pools)
         theirs = HiCacheFile(
-            HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m"),
-            str(base / "file"),
+            HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m"), str(base / "file")
         )
         for number, pool in ((0, ours.mem_pool_host), *enumerate(pools.values(), 1)):
             theirs.register_mem_host_pool_v2(pool, names[number])

@@ -161,11 +161,7 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     if not guarded:
         monkeypatch.setattr(Job, "abandon", lambda self: None)
     seconds = 0.5
-    rig = make_rig(
-        faults.Script(),
-        load_deadline_s=seconds,
-        io_threads=3,
-    )
+    rig = make_rig(faults.Script(), load_deadline_s=seconds, io_threads=3)
     wanted = rig.store([1, 2])
     keys = rig.keys(1) + rig.keys(2)
     rig.rows[:] = POISON
