@@ -53,10 +53,9 @@ class Child:
 
     supports_divergent_local_hybrid_hits = False
 
-    def __init__(self, tokens=0, handshake=None):
-        self.tokens, self.handshake = tokens, handshake
+    def __init__(self, tokens=0):
+        self.tokens = tokens
         self.calls: list[str] = []
-        self.got = None
         self.fails: set[str] = set()
 
     def _call(self, name):
@@ -77,12 +76,6 @@ class Child:
     def request_finished_all_groups(self, request, block_ids):
         self._call("finished")
         return False, None
-
-    def get_handshake_metadata(self):
-        return self.handshake
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata):
-        self.got = metadata
 
     def reset_cache(self):
         self._call("reset")
