@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 import tier_rig
+from resettable_half import scheduler_around
 from tier_rig import NUM_ROWS, POISON, REQUEST, STEP
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -180,10 +181,7 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     if not healed:
         of_vllm = inspect.unwrap(vllm_scheduler.OffloadingConnectorScheduler.reset_cache)
         monkeypatch.setattr(vllm_scheduler.OffloadingConnectorScheduler, "reset_cache", of_vllm)
-    scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
-        vllm_scheduler.OffloadingConnectorScheduler
-    )
-    scheduler.manager = manager_of(rig)
+    scheduler = scheduler_around(manager_of(rig))
     windowed = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[11, 12, 13, 14])
     full = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[21, 22, 23, 24])
     running = SimpleNamespace(
@@ -194,13 +192,6 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     )
     scheduler._req_status = {"r": running}
     scheduler._sliding_window_groups = (1,)
-    scheduler.config = SimpleNamespace(blocks_per_chunk=1)
-    scheduler._current_batch_load_jobs, scheduler._jobs = {}, {}
-    scheduler._current_batch_jobs_to_flush = set()
-    scheduler._current_batch_allocated_block_ids = set()
-    scheduler._block_id_to_pending_jobs, scheduler._job_counter = {}, 0
-    scheduler._events_tracker = SimpleNamespace(reset=lambda: None)
-    scheduler._chunks_being_loaded = None
     scheduler.reset_cache()
     assert windowed.next_stored_chunk_idx == 0
     assert windowed.block_ids == ([0, 0, 0, 14] if healed else [11, 12, 13, 14])

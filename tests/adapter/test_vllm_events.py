@@ -13,7 +13,8 @@ from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from resettable_half import scheduler_around, tracker_of_vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events as of_vllm
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_offload.base import (
@@ -199,37 +200,19 @@ def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatc
 @pytest.fixture
 def describing(make_manager):
     """Return a connector around a manager and vLLM's own tracker, as far as events need one."""
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     manager = make_manager(kv_events=KvEvents(), weights_fixed=True)
-
-    class Scheduler:
-        _sliding_window_groups = ()
-        _events_tracker = tracker
-
-        def __init__(self):
-            self._req_status = {}
-            self.manager = manager
-
-        def take_events(self):
-            yield from tracker.take_events(manager.take_events())
-
-        def reset_cache(self):
-            manager.reset_cache()
-            tracker.reset()
-
+    half = scheduler_around(manager, describing=True)
     connector = FskvConnector.__new__(FskvConnector)
-    connector.connector_scheduler = Scheduler()
+    connector.connector_scheduler = half
     connector._kv_cache_manager = connector._cached_blocks = None
     connector.budget = LoadBudget(manager)
-    return connector, manager, tracker._pending_event_metadata
+    return connector, manager, half._events_tracker._pending_event_metadata
 
 
 def _payload(number: int):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
-
-    values = dict.fromkeys(events._OffloadEventMetadata.__slots__)
+    values = dict.fromkeys(of_vllm._OffloadEventMetadata.__slots__)
     hashes = (b"first" + bytes([number % 256]), number.to_bytes(32, "big"))
-    return events._OffloadEventMetadata(
+    return of_vllm._OffloadEventMetadata(
         **{
             **values,
             "block_hashes": hashes,
@@ -350,7 +333,7 @@ def test_what_loses_its_payload_is_taken_back_with_every_block(describing):
 
 def test_without_trimming_vllm_keeps_payloads_for_ever(make_manager):
     manager = make_manager(kv_events=KvEvents())
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    tracker = tracker_of_vllm(describing=True)
     tracker._pending_event_metadata[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.chunks.on_removed([_name(1)])
