@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,19 @@ def make_rig(tmp_path, monkeypatch):
             return rig
 
         yield make
+
+
+@pytest.fixture
+def scheduler_side(monkeypatch):
+    """Make FskvConnectors on the scheduler's side: `scheduler_side(manager)`."""
+    from fskv.engines.vllm import connector
+
+    monkeypatch.setattr(connector, "reuses_kv", lambda vllm_config: True)
+
+    def make(manager):
+        made = connector.FskvConnector.__new__(connector.FskvConnector)
+        made.connector_worker, made.connector_scheduler = None, SimpleNamespace(manager=manager)
+        made._setup = SimpleNamespace(config=manager.config, vllm_config=None)
+        return made
+
+    return make

@@ -130,20 +130,6 @@ def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
 # --- the scheduler ------------------------------------------------------------------------------
 
 
-def scheduler_side(made, root="/nowhere"):
-    connector = FskvConnector.__new__(FskvConnector)
-    connector.connector_scheduler = SimpleNamespace(manager=made)
-    caching = SimpleNamespace(enable_prefix_caching=True)
-    connector._setup = SimpleNamespace(
-        config=SimpleNamespace(root=root),
-        vllm_config=SimpleNamespace(
-            cache_config=caching,
-            model_config=SimpleNamespace(runner_type="generate", is_prefix_caching_supported=True),
-        ),
-    )
-    return connector
-
-
 def tell(monkeypatch, scheduler, *workers):
     """Have a scheduler's side ask these workers, as at the start."""
     monkeypatch.setattr(module, "handshakes_of_workers", lambda: list(workers))
@@ -152,7 +138,7 @@ def tell(monkeypatch, scheduler, *workers):
 
 @pytest.mark.parametrize("resting", [(0,), (1,), (0, 1), ()])
 def test_one_rank_that_rests_is_enough_for_all(
-    resting, tmp_path, caplog, monkeypatch, make_manager, handshake
+    resting, tmp_path, caplog, monkeypatch, make_manager, handshake, scheduler_side
 ):
     path = tmp_path / "health.json"
     made = make_manager(workers=(), root=str(tmp_path / "kv"), health_file=str(path))
@@ -180,7 +166,7 @@ def test_one_rank_that_rests_is_enough_for_all(
 
 
 def test_a_child_of_another_root_that_rests_turns_this_one_not_off(
-    tmp_path, monkeypatch, make_manager, handshake
+    monkeypatch, make_manager, handshake, scheduler_side
 ):
     """The control is above: of this root it does."""
     made = make_manager(workers=())

@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -70,7 +71,7 @@ def host_pool(layout="page_first_direct", seed=0, kind=MHATokenToKVPoolHost):
         pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim = 12, 4, 16
         pool._native_buffers, pool._size_per_token = None, 16 * LAYERS * 2
     pool._transfer_device = torch.device("cpu")
-    pool.allocator = hicache_pool_allocator()
+    pool.allocator = get_allocator_from_storage("default")
     pool.size_per_token = pool.get_size_per_token()
     pool.kv_buffer = pool.init_kv_buffer()
     torch.manual_seed(seed)
@@ -79,25 +80,13 @@ def host_pool(layout="page_first_direct", seed=0, kind=MHATokenToKVPoolHost):
     return pool
 
 
-def hicache_pool_allocator():
-    from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
-
-    return get_allocator_from_storage("default")
-
-
 @pytest.fixture(autouse=True)
 def facts(monkeypatch):
     """What SGLang would tell of itself, written down here."""
     plain = dict.fromkeys(("enable_lora", "speculative_algorithm", "revision"))
-    plain |= {
-        "model_path": "m",
-        "kv_cache_dtype": "auto",
-        "attention_backend": "triton",
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "quantization_param_path": None,
-        "hicache_storage_backend": "dynamic",
-    }
+    plain |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend"))
+    plain |= {"quantization_param_path": None, "hicache_storage_backend": "dynamic"}
+    plain |= {"model_path": "m", "kv_cache_dtype": "auto", "attention_backend": "triton"}
     told = ServerFacts(
         version="0.5.23",
         arch="cpu-x86_64",
@@ -252,7 +241,11 @@ def state_pool(seed=0, layout="page_first"):
     pool.temporal_state_elem_size, pool.conv_state_elem_sizes = 15, [7]
     pool.temporal_dtype, pool.conv_dtype = torch.float32, torch.bfloat16
     pool.dtype, pool.slot_state_device_tensors = pool.conv_dtype, []
-    pool.allocator, pool.pin_memory, pool.device = hicache_pool_allocator(), False, "cpu"
+    pool.allocator, pool.pin_memory, pool.device = (
+        get_allocator_from_storage("default"),
+        False,
+        "cpu",
+    )
     pool._buffer_device = torch.device("cpu")
     pool.size_per_token = pool.get_size_per_token()
     pool.kv_buffer = pool.init_kv_buffer()
