@@ -18,7 +18,7 @@ HANG_S = 60  # generous: nothing here should take more than seconds
 class Terminal:
     """`fskv` on a pty, as a person would have it."""
 
-    def __init__(self, *words, size=(24, 80), term="xterm-256color"):
+    def __init__(self, *words, size=(24, 80), term="xterm-256color", stderr=None):
         self.master, self.slave = pty.openpty()
         self.resize(*size)
         self.before = termios.tcgetattr(self.slave)
@@ -30,7 +30,7 @@ class Terminal:
             ["setsid", "--ctty", *command],
             stdin=self.slave,
             stdout=self.slave,
-            stderr=self.slave,
+            stderr=self.slave if stderr is None else stderr,
             env={**env, "TERM": term},
         )
         self.seen = b""
@@ -53,8 +53,8 @@ class Terminal:
     def type(self, keys):
         os.write(self.master, keys)
 
-    def end(self):
-        deadline = time.monotonic() + HANG_S
+    def end(self, timeout_s=HANG_S):
+        deadline = time.monotonic() + timeout_s
         while self.child.poll() is None:
             assert time.monotonic() < deadline, "it does not end"
             self._read(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 
 import pytest
 from pseudo_terminal import Terminal
@@ -14,9 +15,10 @@ from tool_lab import Lab, run, spoil
 
 def on_terminal(columns, *words):
     """Run `fskv` on a terminal of so many columns; returns its lines without colours."""
-    terminal = Terminal(*words, size=(50, columns))
-    terminal.end()
-    assert b"Traceback" not in terminal.seen
+    terminal = Terminal(*words, size=(50, columns), stderr=subprocess.PIPE)
+    terminal.end(timeout_s=280)  # `plan` asks vLLM, which is slow to start
+    with terminal.child.stderr as said:
+        assert b"Traceback" not in said.read()
     return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", terminal.seen).decode().splitlines()
 
 
