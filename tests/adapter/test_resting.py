@@ -141,7 +141,7 @@ def test_one_rank_that_rests_is_enough_for_all(
     resting, tmp_path, caplog, monkeypatch, make_manager, handshake, scheduler_side
 ):
     path = tmp_path / "health.json"
-    made = make_manager(workers=(), root=str(tmp_path / "kv"), health_file=str(path))
+    made = make_manager(workers=(), health_file=str(path))
     workers = [handshake(rank, 2, rests=REASON if rank in resting else None) for rank in (0, 1)]
     workers = pickle.loads(pickle.dumps(workers))
     with caplog.at_level(logging.WARNING):
