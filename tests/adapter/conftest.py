@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Let the engines' modules be imported, whatever they and torch warn of among themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +72,19 @@ def make_rig(tmp_path, monkeypatch):
             return rig
 
         yield make
+
+
+@pytest.fixture
+def scheduler_side(monkeypatch):
+    """Make FskvConnectors on the scheduler's side: `scheduler_side(manager)`."""
+    from fskv.engines.vllm import connector
+
+    monkeypatch.setattr(connector, "reuses_kv", lambda vllm_config: True)
+
+    def make(manager):
+        made = connector.FskvConnector.__new__(connector.FskvConnector)
+        made.connector_worker, made.connector_scheduler = None, SimpleNamespace(manager=manager)
+        made._setup = SimpleNamespace(config=manager.config, vllm_config=None)
+        return made
+
+    return make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,30 +9,24 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from dataclasses import replace
+from dataclasses import replace
 
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-    )
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping as vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-    from fskv.engines.vllm.files import (
-        canonical_files,
-        canonical_format_of,
-        count_slices,
-        slice_offsets,
-    )
-    from fskv.engines.vllm.identity import EngineGroup
-    from fskv.errors import ConfigError
-    from fskv.hybrid_planner import GroupKind, GroupSpec
-    from fskv.index.presence import Findings
-    from fskv.types import ChunkId
+from fskv.engines.vllm.files import (
+    canonical_files,
+    canonical_format_of,
+    count_slices,
+    slice_offsets,
+)
+from fskv.engines.vllm.identity import EngineGroup
+from fskv.errors import ConfigError
+from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.index.presence import Findings
+from fskv.types import ChunkId
 
 pytestmark = world.VLLM
 
@@ -178,10 +171,6 @@ def test_a_format_that_vllm_does_not_certify_or_name_is_refused(layout, certifie
 
 
 def test_the_views_of_a_rank_are_its_slices():
-    import torch
-
-    from fskv.engines.vllm.files import canonical_files, slice_offsets
-
     mapping = _mappings(2, 4)[1]
     caches = _caches(mapping, mapping.local_page_size_bytes)
     files = canonical_files([_group()], 2, caches, 4)

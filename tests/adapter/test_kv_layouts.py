@@ -6,6 +6,7 @@ simulated one: a copy of the tensor lies on it during a job.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, product
 
 import pytest
@@ -17,20 +18,17 @@ import kv_layouts as kv
 import torch
 from cuda_sim import simulation
 from cuda_torch import on_simulation
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from fskv.config import Deadline
-from fskv.data_path.breaker import Breaker
-from fskv.data_path.job import FileMove
-from fskv.data_path.runner import JobRunner
-from fskv.data_path.store import ChunkStore
-from fskv.data_path.transports.host import HostTransport
+from fskv.config import StoreConfig
 from fskv.engines.vllm import places
-from fskv.engines.vllm.files import file_layouts, own_files
+from fskv.engines.vllm.files import own_files
 from fskv.engines.vllm.identity import engine_groups
+from fskv.engines.vllm.manager import ChunkKeys
+from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, RestError
-from fskv.format.spans import plan_job
 from fskv.root.root import Root
-from fskv.types import FileId, Status
+from fskv.types import ChunkId
 
 pytestmark = VLLM
 
@@ -53,67 +51,41 @@ def cache_of(model, layout, kernel):
 
 
 class Trip:
-    """Chunks of each group of a cache between its blocks and files."""
+    """A worker of fskv between the blocks of a cache and files: one chunk of each group."""
 
     def __init__(self, cache, groups, rows, root, gpu=None):
         root.mkdir()
-        self.cache, self.groups = cache, groups
+        self.cache, self.mirror = cache, None
         files = own_files(groups, CHUNK, rows, None)
-        self.layouts = files.layouts[0]
-        self.strides = [tensor.stride(0) for tensor in files.tensors]
-        directory = Root.open(str(root), create=True).open_namespace(make_identity())
-        layouts = file_layouts(groups, self.layouts)
-        nbytes = max(layout.file_nbytes for layout in layouts.values())
-        tensors = list(files.tensors)
-        self.mirror = None
         if gpu is not None:
             flat = gpu.flat(cache.memory.numel())
-            tensors = [gpu.rows(flat, t.shape, t.stride(0), t.storage_offset()) for t in tensors]
+            tensors = [
+                gpu.rows(flat, t.shape, t.stride(0), t.storage_offset()) for t in files.tensors
+            ]
+            files = replace(files, tensors=tuple(tensors))
             self.mirror = torch.from_numpy(gpu.opened(gpu.rows(flat, (1, len(flat)), len(flat)))[0])
-        self.transport = HostTransport(
-            tensors, nbytes, probe_dir=directory.tmp_dir, direct_io="off"
-        )
-        store = ChunkStore(directory, layouts, self.transport, touch_interval_s=600)
-        self.runner = JobRunner(
-            store,
-            self.transport,
-            num_threads=1,
-            num_slots=4,
-            max_queued_chunks=64,
-            deadline=Deadline(30, 0, 30),
-            breaker=Breaker(),
-        )
+        options = {"maintenance": "off", "io_threads": 1, "direct_io": "off"}
+        config = StoreConfig.from_mapping({"root": str(root), **options})
+        space = Root.open(str(root), create=True).open_namespace(make_identity())
+        how = {"restore": lambda: None, "rank": 0, "world_size": 1}
+        self.worker = FskvWorker(config, groups, files, space, **how)
+        self.keys = ChunkKeys([ChunkId(b"k" * 32, group.spec.group_idx) for group in groups])
 
-    def moves(self, blocks):
-        """One chunk of each group: group g's is in the g-th of these lists of blocks."""
-        num = len(self.groups)
-        plan = plan_job(
-            self.layouts, self.strides, [1] * num, [*chain(*blocks)], [CHUNK] * num, [0] * num
-        )
-        return [
-            FileMove(FileId(b"k" * 32, self.groups[chunk.key_idx].spec.group_idx), chunk)
-            for chunk in plan.chunks
-        ]
-
-    def do(self, submit, job, blocks):
-        moves, done = self.moves(blocks), []
+    def do(self, blocks, *, load):
+        """Store or load; the chunk of the g-th group is in the g-th of these lists of blocks."""
+        ended, num = set(), len(blocks)
+        pages = GPULoadStoreSpec([*chain(*blocks)], [CHUNK] * num, [0] * num)
         if self.mirror is not None:
             self.mirror.copy_(self.cache.memory)
-        submit(job, moves, None)
-        wait_for(
-            lambda: (
-                self.runner.poll() is None
-                or done.extend(self.runner.take_outcomes())
-                or len(done) == len(moves)
-            )
-        )
-        assert {outcome.status for outcome in done} == {Status.OK}
+        if load:
+            self.worker.submit_load(1, self.keys, pages)
+        else:
+            self.worker.submit_store(1, pages, self.keys)
+        wait_for(lambda: ended.update(r.job_id for r in self.worker.get_finished()) or ended)
+        wait_for(lambda: self.worker.get_finished() or self.worker.mover.idle)
+        assert not self.worker.take_failed_jobs()
         if self.mirror is not None:
             self.cache.memory.copy_(self.mirror)
-
-    def close(self):
-        self.runner.shutdown(1)
-        self.transport.close()
 
 
 def round_trip(cache, groups, rows, root, gpu=None):
@@ -127,7 +99,7 @@ def round_trip(cache, groups, rows, root, gpu=None):
         memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
         sources = [[1 + 4 * i, cache.num_blocks - 2 * i - 1] for i in range(len(groups))]
         targets = [[2 + 4 * i, cache.num_blocks - 2 * i - 2] for i in range(len(groups))]
-        trip.do(trip.runner.submit_store, 1, sources)
+        trip.do(sources, load=False)
         before = memory.clone()
         layers = [name for group in groups for name in group.layer_names]
         others = set(range(cache.num_blocks)) - set(chain(*targets))
@@ -138,10 +110,10 @@ def round_trip(cache, groups, rows, root, gpu=None):
             for source, target in zip(of_group, into, strict=True)
             for name in group.layer_names
         ]
-        trip.do(trip.runner.submit_load, 2, targets)
+        trip.do(targets, load=True)
         assert not torch.equal(memory, before)
     finally:
-        trip.close()
+        trip.worker.shutdown()
     unharmed = all(cache.block(*where) == content for where, content in kept.items())
     came = sum(
         sum(a == b for a, b in zip(content, cache.block(name, target), strict=True))
@@ -158,7 +130,10 @@ def gpu(request, monkeypatch):
         return
     sim = simulation()
     sim.reset(1, 0.001)
-    yield on_simulation(monkeypatch, sim).gpu("cuda:0")
+    made = on_simulation(monkeypatch, sim).gpu("cuda:0")
+    torch.cuda.set_device("cuda:0")
+    with torch.cuda.stream(torch.cuda.ExternalStream(made.new_stream().value, "cuda:0")):
+        yield made
     assert sim.misuses == []
     sim.reset(1, 0.0)
 
@@ -256,27 +231,24 @@ def test_a_row_that_is_wrong_by_a_byte_is_seen(model, fault):
     assert "l.0" in said
 
 
-@pytest.mark.parametrize(
-    "fault", ["unbound", "no layer", "an object", "of fewer bytes", "overlapping", "not blocks"]
-)
+UNBOUND = {
+    "unbound": lambda bound: torch.tensor([]),
+    "an object": lambda bound: object(),
+    "of fewer bytes": lambda bound: bound[..., :-1],
+    "overlapping": lambda bound: bound.as_strided(bound.shape, (*bound.stride()[:-1], 0)),
+    "not blocks": lambda bound: bound[1:],
+}
+
+
+@pytest.mark.parametrize("fault", [*UNBOUND, "no layer"])
 def test_a_layer_that_does_not_tell_where_its_kv_is_has_the_engine_rest(fault):
     cache = cache_of("full", "LBHNC", None)
     groups = engine_groups(cache.vllm_config, cache.config)
-    bound = cache.layers["l.1"].kv_cache
-    if fault == "unbound":
-        cache.layers["l.1"].kv_cache = torch.tensor([])
-    elif fault == "an object":
-        cache.layers["l.1"].kv_cache = object()
-    elif fault == "no layer":
+    layer = cache.layers["l.1"]
+    if fault == "no layer":
         del cache.layers["l.1"]
-    elif fault == "of fewer bytes":
-        cache.layers["l.1"].kv_cache = bound[..., :-1]
-    elif fault == "overlapping":
-        cache.layers["l.1"].kv_cache = bound.as_strided(
-            bound.shape, (*bound.stride()[:-1], 0), bound.storage_offset()
-        )
     else:
-        cache.layers["l.1"].kv_cache = bound[1:]
+        layer.kv_cache = UNBOUND[fault](layer.kv_cache)
     with pytest.raises(RestError, match=r"KV layer l\.1: ") as rests:
         places.places_of(cache.vllm_config, groups, cache.num_blocks)
     assert "\n" not in str(rests.value)

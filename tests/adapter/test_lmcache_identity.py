@@ -9,6 +9,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from lmcache_lab import FACTS
 from places import REPOSITORY
 
 from fskv.engines.lmcache.identity import (
@@ -28,13 +29,11 @@ from fskv.identity.checkpoint_place import Checkpoint
 torch = pytest.importorskip("torch", reason="dtypes are torch's: make test")
 
 ENTRY = {
-    "engine": "vllm 0.32.0",
+    **FACTS,
     "arch": "sm_90",
     "attention_backend": "FLASH_ATTN",
     "block_size": 16,
     "settings": {"tensor_parallel_size": 1},
-    "media": "none",
-    "server": [0, 1],
 }
 ON_A_CPU = {
     "arch": "cpu-aarch64",

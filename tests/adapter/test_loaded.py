@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -18,27 +17,25 @@ import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from vllm.config import LoadConfig
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
-    from vllm.v1.worker.worker_base import WorkerBase
+import torch
+from vllm.config import LoadConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
 
-    from fskv.engines.vllm.identity import _model_extra, reuses_kv, weights_text
-    from fskv.engines.vllm.loaded import (
-        changing_methods,
-        check_unchanged,
-        checkpoint_of,
-        code_digests,
-        find_loaded,
-        loaded_files,
-    )
-    from fskv.errors import ConfigError
-    from fskv.identity.checkpoint_place import model_name
+from fskv.engines.vllm.identity import _model_extra, reuses_kv, weights_text
+from fskv.engines.vllm.loaded import (
+    changing_methods,
+    check_unchanged,
+    checkpoint_of,
+    code_digests,
+    find_loaded,
+    loaded_files,
+)
+from fskv.errors import ConfigError
+from fskv.identity.checkpoint_place import model_name
 
 pytestmark = world.VLLM
 
@@ -423,19 +420,3 @@ def test_weights_of_another_repository_count_or_are_refused(checkpoint, monkeypa
     with pytest.raises(ConfigError, match=r"nobody/nothing.*weights_id"):
         named()
     assert named("mine") is None
-
-
-def test_a_draft_model_that_is_replaced_is_noticed_too(worker_of, checkpoint, tmp_path):
-    from fskv.engines.vllm.loaded import check_unchanged, find_loaded
-    from fskv.errors import ConfigError
-
-    shutil.copytree(checkpoint, tmp_path / "draft")
-    config = config_of(checkpoint)
-    draft = SimpleNamespace(model=str(tmp_path / "draft"))
-    config.speculative_config = SimpleNamespace(draft_model_config=draft)
-    worker = worker_of(config)
-    check_unchanged(find_loaded(config), config)
-    _replaced(tmp_path / "draft")
-    with pytest.raises(ConfigError, match="draft"):
-        check_unchanged(find_loaded(config), config)
-    del worker

@@ -10,8 +10,20 @@ import pytest
 import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from fskv.config import StoreConfig
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.media import named_tokens
+
 pytestmark = world.VLLM
-torch = pytest.importorskip("torch")
 
 NAMES = itertools.count()
 BLOCK = 16
@@ -19,8 +31,6 @@ BLOCK = 16
 
 def medium(offset=40, length=40, name=None):
     """Return a medium as vLLM's engine core has it."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
     name = name or f"name {next(NAMES)}"
     where = PlaceholderRange(offset, length)
     return MultiModalFeatureSpec(
@@ -34,32 +44,15 @@ def config(uses_mrope=False, **multimodal):
 
 
 def named(*features, trusted=False, **settings):
-    from fskv.engines.vllm.media import named_tokens
-
     return named_tokens(features, config(**settings), trusted=trusted)
 
 
 def keys(*features, num_tokens=96, more=0):
     """Return vLLM's own keys of a request's blocks, with `more` tokens generated."""
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.request import Request
-
     init_none_hash(sha256)
-    asked = EngineCoreRequest(
-        request_id=f"r{next(NAMES)}",
-        prompt_token_ids=[7] * num_tokens,
-        mm_features=list(features),
-        sampling_params=SamplingParams(),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-    made = Request.from_engine_core_request(asked, get_request_block_hasher(BLOCK, sha256))
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    tokens, media = [7] * num_tokens, list(features)
+    made = Request("r", tokens, SamplingParams(), None, mm_features=media, block_hasher=hasher)
     made.append_output_token_ids([7] * more)
     return made.block_hashes
 
@@ -120,13 +113,6 @@ def test_media_whose_embeddings_correct_positions_are_left_out():
     ],
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, most):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.connector import FskvConnector
-
     limits = {}
     manager = SimpleNamespace(limit_request=limits.__setitem__)
     monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda *_: None)

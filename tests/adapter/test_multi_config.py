@@ -6,7 +6,7 @@ import pytest
 from places import REPOSITORY
 
 from fskv.errors import ConfigError
-from fskv.kv_transfer.multi import MultiConfig, check_stored, stores_of
+from fskv.kv_transfer.multi import MultiConfig, check_children, check_stored, stores_of
 
 DOCS = REPOSITORY / "docs" / "vllm.md"
 
@@ -20,11 +20,7 @@ def ours(root, **options):
 
 
 def other(connector="OffloadingConnector", **options):
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
-    }
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
 
 def nixl(role, connector="NixlConnector", **extra):
@@ -165,17 +161,9 @@ def test_children_of_vllms_own_multiconnector_are_checked_before_weights_are_rea
 @pytest.mark.parametrize("number", [1, 2])
 def test_vllms_multi_connector_takes_one_of_fskvs_connectors(nested, number):
     """Also inside of another one. The control: one is taken."""
-    from fskv.kv_transfer.multi import check_children
-
-    def around(*children):
-        extra = {"connectors": list(children)}
-        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
-
-    ours = [
-        {"kv_connector": "FskvConnector", "kv_connector_extra_config": {"root": f"/kv-{at}"}}
-        for at in range(number)
-    ]
-    children = [around(one) for one in ours] if nested else ours
+    children = [ours(f"/kv-{at}") for at in range(number)]
+    if nested:
+        children = [other("MultiConnector", connectors=[one]) for one in children]
     if number == 1:
         check_children("MultiConnector", children)
         return

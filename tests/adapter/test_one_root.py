@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from capacity_lab import dead_name
+from lmcache_lab import FACTS
 from tool_lab import run
 from toy_engine import PAGE_NBYTES, identity
 from world import damage, wait_for
@@ -20,22 +21,13 @@ pytest.importorskip("torch", reason="dtypes are torch's: make test")
 
 FILE_NBYTES = 8192  # on disk, of a page
 
-MODEL = {
-    "engine": "vllm 0.32.0",
-    "arch": "cpu-x86_64",
-    "attention_backend": "CPU_ATTN",
-    "block_size": 16,
-    "isa": "vec16",
-    "media": "none",
-    "server": [0, 1],
-}
 KEY = SimpleNamespace(
     chunk_hash=b"\x17" * 32, model_name="m", kv_rank=0x01000100, object_group_id=0, cache_salt=""
 )
 
 
 def of_lmcache():
-    model = read_model("m", {**MODEL, "settings": {}, "weights_id": "w"})
+    model = read_model("m", {**FACTS, "block_size": 16, "isa": "vec16", "weights_id": "w"})
     kind = ObjectKind.of(KEY, [[2, 1, 16, PAGE_NBYTES // 64]], ["torch.bfloat16"])
     return build_identity(model, kind, "0.5.6")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from types import SimpleNamespace
 from typing import get_args
 
@@ -14,18 +13,15 @@ from fskv.kv_transfer.line import FIELDS, ROLES, SETTINGS
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.config.kv_transfer import KVConsumer, KVProducer
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.kv_transfer import KVConsumer, KVProducer
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-    from fskv.engines.vllm.manager import FskvHandshake, FskvManager
-    from fskv.engines.vllm.plugin import register
-    from fskv.kv_transfer.options import store_config
-
+from fskv.engines.vllm.manager import FskvHandshake, FskvManager
+from fskv.engines.vllm.plugin import register
+from fskv.kv_transfer.options import store_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

@@ -9,7 +9,6 @@ import logging
 import pathlib
 import pickle
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,30 +16,32 @@ from world import VLLM, wait_for
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import kv_layouts as kv
-    import torch
-    import vllm
-    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-    )
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import RequestStatus
+import engine_lab as lab
+import kv_layouts as kv
+import torch
+import vllm
+from scheduler_half import step
+from settings_lab import Line, config_of
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
-    from fskv.engines.vllm import connector as module
-    from fskv.engines.vllm import page_layout
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm.identity import EngineGroup
-    from fskv.engines.vllm.manager import FskvHandshake
-    from fskv.engines.vllm.places import places_of
-    from fskv.engines.vllm.spec import FskvOffloadingSpec
-    from fskv.errors import ConfigError, RestError
-    from fskv.hybrid_planner import GroupKind, GroupSpec
+from fskv.engines.vllm import connector as module
+from fskv.engines.vllm import page_layout
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.identity import EngineGroup
+from fskv.engines.vllm.manager import FskvHandshake
+from fskv.engines.vllm.places import places_of
+from fskv.engines.vllm.spec import FskvOffloadingSpec
+from fskv.errors import ConfigError, RestError
+from fskv.hybrid_planner import GroupKind, GroupSpec
 
 pytestmark = VLLM
 
@@ -106,8 +107,8 @@ def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
     # It loads a second set of vLLM's operators, which ends the process on a CPU without AVX-512.
     monkeypatch.setitem(sys.modules, "vllm.platforms.rocm", None)
     served, rests = set(), {}
-    for module, name in LAYERS:
-        layer, is_state = layer_of(module, name)
+    for where, name in LAYERS:
+        layer, is_state = layer_of(where, name)
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context={"l.0": layer}),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -129,20 +130,6 @@ def test_no_layer_of_vllm_makes_a_start_fail(on_cpu, monkeypatch):
 # --- the scheduler ------------------------------------------------------------------------------
 
 
-def scheduler_side(made, root="/nowhere"):
-    connector = FskvConnector.__new__(FskvConnector)
-    connector.connector_scheduler = SimpleNamespace(manager=made)
-    caching = SimpleNamespace(enable_prefix_caching=True)
-    connector._setup = SimpleNamespace(
-        config=SimpleNamespace(root=root),
-        vllm_config=SimpleNamespace(
-            cache_config=caching,
-            model_config=SimpleNamespace(runner_type="generate", is_prefix_caching_supported=True),
-        ),
-    )
-    return connector
-
-
 def tell(monkeypatch, scheduler, *workers):
     """Have a scheduler's side ask these workers, as at the start."""
     monkeypatch.setattr(module, "handshakes_of_workers", lambda: list(workers))
@@ -151,10 +138,10 @@ def tell(monkeypatch, scheduler, *workers):
 
 @pytest.mark.parametrize("resting", [(0,), (1,), (0, 1), ()])
 def test_one_rank_that_rests_is_enough_for_all(
-    resting, tmp_path, caplog, monkeypatch, make_manager, handshake
+    resting, tmp_path, caplog, monkeypatch, make_manager, handshake, scheduler_side
 ):
     path = tmp_path / "health.json"
-    made = make_manager(workers=(), root=str(tmp_path / "kv"), health_file=str(path))
+    made = make_manager(workers=(), health_file=str(path))
     workers = [handshake(rank, 2, rests=REASON if rank in resting else None) for rank in (0, 1)]
     workers = pickle.loads(pickle.dumps(workers))
     with caplog.at_level(logging.WARNING):
@@ -179,7 +166,7 @@ def test_one_rank_that_rests_is_enough_for_all(
 
 
 def test_a_child_of_another_root_that_rests_turns_this_one_not_off(
-    tmp_path, monkeypatch, make_manager, handshake
+    monkeypatch, make_manager, handshake, scheduler_side
 ):
     """The control is above: of this root it does."""
     made = make_manager(workers=())
@@ -269,26 +256,11 @@ def test_negative_control_settings_and_bugs_of_fskv_stop_the_start(error, monkey
 
 
 def whole_config(tmp_path, **options):
-    extra = {"root": str(tmp_path / "kv"), "maintenance": "off", **options}
-    transfer = SimpleNamespace(
-        kv_connector_extra_config=extra, is_kv_producer=True, kv_load_failure_policy="recompute"
-    )
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
-        cache_config=SimpleNamespace(
-            enable_prefix_caching=True, prefix_cache_retention_interval=None
-        ),
-        speculative_config=None,
-        model_config=SimpleNamespace(multimodal_config=None),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            world_size=1,
-            data_parallel_index=0,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-    )
+    (tmp_path / "kv").mkdir()
+    transfer = lab.connector(str(tmp_path / "kv"), maintenance="off")
+    made = config_of(Line({"kv_transfer_config": transfer}))
+    made.kv_transfer_config.kv_connector_extra_config |= options
+    return made
 
 
 def of_unknown_kind():
@@ -296,38 +268,13 @@ def of_unknown_kind():
     return KVCacheConfig(1, [], [KVCacheGroupSpec(["l.0"], spec)])
 
 
-def a_request():
-    return SimpleNamespace(
-        request_id="r",
-        num_tokens=100,
-        num_prompt_tokens=100,
-        block_hashes=[],
-        num_computed_tokens=0,
-        kv_transfer_params=None,
-        kv_hints=None,
-        skip_reading_prefix_cache=False,
-        lora_request=None,
-        prompt_embeds=None,
-        mm_features=[],
-        status=RequestStatus.RUNNING,
-        is_finished=lambda: False,
-    )
-
-
 def scheduled(request):
     """A step of vLLM's in which a request begins, with blocks of a group that fskv does not know."""
-    new = SimpleNamespace(req_id=request.request_id, block_ids=([1, 2],))
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_reqs=0)
-    return SimpleNamespace(
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={request.request_id: 100},
-        scheduled_spec_decode_tokens={},
-        finished_req_ids=set(),
-        preempted_req_ids=None,
-        kv_cache_block_copies=None,
-        kv_connector_block_state=None,
-    )
+    made = step(None)
+    made.scheduled_new_reqs = [SimpleNamespace(req_id=request.request_id, block_ids=([1, 2],))]
+    made.num_scheduled_tokens = {request.request_id: 100}
+    made.scheduled_spec_decode_tokens = {}
+    return made
 
 
 def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
@@ -338,14 +285,14 @@ def test_a_model_with_kv_of_an_unknown_kind_starts(tmp_path, monkeypatch):
     told = worker.handshake
     assert "kind CrossAttentionSpec: fskv does not know how its KV is covered" in told.rests
     tell(monkeypatch, scheduler, told)
-    request = a_request()
+    request = Request("r", [1] * 100, SamplingParams(), None)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, None, 0)
-    step = scheduler.build_connector_meta(scheduled(request))
-    assert not step.load_jobs
-    assert not step.store_jobs
-    worker.bind_connector_metadata(step)
+    planned = scheduler.build_connector_meta(scheduled(request))
+    assert not planned.load_jobs
+    assert not planned.store_jobs
+    worker.bind_connector_metadata(planned)
     worker.start_load_kv(None)
     worker.wait_for_save()
     assert worker.get_transfer_results(set()).failed_recving == set()

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -28,25 +27,23 @@ from fskv import namespace
 
 pytest.importorskip("vllm", reason="the settings are those of the installed vLLM: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import pkgutil
-    from importlib.metadata import EntryPoint
+import pkgutil
+from importlib.metadata import EntryPoint
 
-    import torch
-    import vllm
-    from vllm import config as of_vllm
-    from vllm import envs
-    from vllm.config import CompilationConfig
-    from vllm.config.lora import LoRAConfig
-    from vllm.platforms import current_platform
+import torch
+import vllm
+from vllm import config as of_vllm
+from vllm import envs
+from vllm.config import CompilationConfig
+from vllm.config.lora import LoRAConfig
+from vllm.platforms import current_platform
 
-    from fskv._version import VLLM_TESTED
-    from fskv.engines.vllm import harmless, identity, settings
-    from fskv.engines.vllm.loaded import Loaded
-    from fskv.engines.vllm.settings import counting_settings
-    from fskv.errors import ConfigError, RestError
-    from fskv.root.root import Root
+from fskv._version import VLLM_TESTED
+from fskv.engines.vllm import harmless, identity, settings
+from fskv.engines.vllm.loaded import Loaded
+from fskv.engines.vllm.settings import counting_settings
+from fskv.errors import ConfigError, RestError
+from fskv.root.root import Root
 
 pytestmark = world.VLLM
 

@@ -8,7 +8,6 @@ import itertools
 import pathlib
 import tempfile
 import threading
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,44 +18,38 @@ from world import damage
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # SGLang, torch and triton among themselves
-    import torch
-    from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
-    )
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.hicache_storage import (
-        HiCacheFile,
-        HiCacheStorage,
-        HiCacheStorageConfig,
-        PoolHitPolicy,
-        PoolName,
-        PoolTransfer,
-    )
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-    from sglang.srt.mem_cache.pool_host.mha import (
-        AsymmetricMHATokenToKVPoolHost,
-        MHATokenToKVPoolHost,
-    )
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-    from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-    from sglang.srt.utils.weight_checker import WeightChecker
+import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.utils.weight_checker import WeightChecker
 
-    from fskv.engines.sglang import harmless, identity, server, storage
-    from fskv.engines.sglang.host_pool import host_pages
-    from fskv.engines.sglang.identity import ServerFacts
-    from fskv.errors import ConfigError
+from fskv.engines.sglang import harmless, identity, server, storage
+from fskv.engines.sglang.host_pool import host_pages
+from fskv.engines.sglang.identity import ServerFacts
+from fskv.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,7 +71,7 @@ def host_pool(layout="page_first_direct", seed=0, kind=MHATokenToKVPoolHost):
         pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim = 12, 4, 16
         pool._native_buffers, pool._size_per_token = None, 16 * LAYERS * 2
     pool._transfer_device = torch.device("cpu")
-    pool.allocator = hicache_pool_allocator()
+    pool.allocator = get_allocator_from_storage("default")
     pool.size_per_token = pool.get_size_per_token()
     pool.kv_buffer = pool.init_kv_buffer()
     torch.manual_seed(seed)
@@ -87,25 +80,13 @@ def host_pool(layout="page_first_direct", seed=0, kind=MHATokenToKVPoolHost):
     return pool
 
 
-def hicache_pool_allocator():
-    from sglang.srt.mem_cache.pool_host.common import get_allocator_from_storage
-
-    return get_allocator_from_storage("default")
-
-
 @pytest.fixture(autouse=True)
 def facts(monkeypatch):
     """What SGLang would tell of itself, written down here."""
     plain = dict.fromkeys(("enable_lora", "speculative_algorithm", "revision"))
-    plain |= {
-        "model_path": "m",
-        "kv_cache_dtype": "auto",
-        "attention_backend": "triton",
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "quantization_param_path": None,
-        "hicache_storage_backend": "dynamic",
-    }
+    plain |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend"))
+    plain |= {"quantization_param_path": None, "hicache_storage_backend": "dynamic"}
+    plain |= {"model_path": "m", "kv_cache_dtype": "auto", "attention_backend": "triton"}
     told = ServerFacts(
         version="0.5.23",
         arch="cpu-x86_64",
@@ -260,7 +241,11 @@ def state_pool(seed=0, layout="page_first"):
     pool.temporal_state_elem_size, pool.conv_state_elem_sizes = 15, [7]
     pool.temporal_dtype, pool.conv_dtype = torch.float32, torch.bfloat16
     pool.dtype, pool.slot_state_device_tensors = pool.conv_dtype, []
-    pool.allocator, pool.pin_memory, pool.device = hicache_pool_allocator(), False, "cpu"
+    pool.allocator, pool.pin_memory, pool.device = (
+        get_allocator_from_storage("default"),
+        False,
+        "cpu",
+    )
     pool._buffer_device = torch.device("cpu")
     pool.size_per_token = pool.get_size_per_token()
     pool.kv_buffer = pool.init_kv_buffer()
@@ -349,8 +334,7 @@ def test_a_prefix_is_restorable_only_if_every_pool_has_what_it_needs(example):
         pools = {PoolName.SWA: host_pool(seed=1), PoolName.MAMBA: state_pool(2)}
         ours = backend_at(base / "kv", host_pool(), pools)
         theirs = HiCacheFile(
-            HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m"),
-            str(base / "file"),
+            HiCacheStorageConfig(*(0, 1, 0, 1, 0, 1), False, False, False, "m"), str(base / "file")
         )
         for number, pool in ((0, ours.mem_pool_host), *enumerate(pools.values(), 1)):
             theirs.register_mem_host_pool_v2(pool, names[number])

@@ -9,9 +9,14 @@ from types import SimpleNamespace
 import pytest
 from world import VLLM, make_identity
 
+pytest.importorskip("vllm", reason="needs the vllm environment: make test")
+
+from fskv_tools.explain.prompt import Prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as of_vllm
+from vllm.v1.kv_offload.base import LookupResult
+
 from fskv.namespace import GroupIdentity
 
-pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 pytestmark = VLLM
 
 PER_HASH, BLOCK = 16, 64
@@ -22,11 +27,6 @@ GROUPS = (
 
 
 def hit_of_vllm(num_tokens, complete, stored):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.v1.kv_offload.base import LookupResult
-
     status = SimpleNamespace(
         req=SimpleNamespace(num_prompt_tokens=num_tokens),
         num_locally_computed_tokens=0,
@@ -48,12 +48,10 @@ def hit_of_vllm(num_tokens, complete, stored):
         ),
         _events_tracker=SimpleNamespace(record_partial_lookup=lambda *_: None),
     )
-    return OffloadingConnectorScheduler._lookup(scheduler, status)
+    return of_vllm.OffloadingConnectorScheduler._lookup(scheduler, status)
 
 
 def test_explain_looks_for_the_end_of_a_hit_where_vllm_does():
-    from fskv_tools.explain.prompt import Prompt
-
     identity = make_identity(groups=GROUPS, blocks_per_chunk=1, tokens_per_hash=PER_HASH)
     chance = random.Random(7)
     inside = 0
@@ -82,8 +80,6 @@ def test_explain_looks_for_the_end_of_a_hit_where_vllm_does():
 )
 def test_where_vllm_keeps_no_such_ends_nobody_looks_for_them(changes):
     """vLLM's `supports_partial_tail`: one block a chunk, one size of blocks, a state, no window."""
-    from fskv_tools.explain.prompt import Prompt
-
     fields = {"groups": GROUPS, "blocks_per_chunk": 1, "tokens_per_hash": PER_HASH}
     assert Prompt(make_identity(**fields), 200, ()).tails(128)
     assert not Prompt(make_identity(**{**fields, **changes}), 200, ()).tails(128)

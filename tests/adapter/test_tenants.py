@@ -9,41 +9,22 @@ import stat
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 from places import LAB, REPOSITORY
-from world import World, make_identity, wait_for
+from toy_engine import TOKENS_PER_CHUNK, Engine
+from world import make_identity, wait_for
 
-from fskv.bounds.client import Capacity
 from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import SHARED_DIR, Maintainer
-from fskv.config import Deadline, StoreConfig
-from fskv.data_path.breaker import Breaker
-from fskv.data_path.runner import JobRunner
+from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
-from fskv.data_path.transports.host import HostTransport
 from fskv.format.chunk_file import parse_header
 from fskv.root.root import Root
 from fskv.types import Status
 
 # --- tenants --------------------------------------------------------------------------------
-
-
-def test_the_same_prompt_of_two_tenants_is_two_files_and_neither_hits_the_others(make_world):
-    blue = make_world(identity=make_identity(tenant="blue"))
-    red = make_world(identity=make_identity(tenant="red"))
-    nobody = make_world()
-    worlds = (blue, red, nobody)
-    assert len({world.directory.path for world in worlds}) == 3
-    assert len({world.directory.digest for world in worlds}) == 3
-    content = blue.content(1)
-    assert blue.put(1, content) is Status.OK
-    assert blue.get(1) == (Status.OK, content)
-    for other in (red, nobody):
-        assert other.chunk(1) == blue.chunk(1)  # the key is the same: the tenant is in the identity
-        assert other.get(1) == (Status.MISSING, None)
 
 
 @pytest.fixture
@@ -90,64 +71,24 @@ def modes(path):
     return found
 
 
-def open_as_configured(monkeypatch, root, access):
-    """Have whoever opens a root open it with these options' modes; return the options."""
-    config = StoreConfig.from_mapping({"root": str(root), "access": access})
-    was, mode = Root.open, {"dir_mode": config.dir_mode, "file_mode": config.file_mode}
-    monkeypatch.setattr(Root, "open", lambda path, **how: was(path, **{**mode, **how}))
-    return config
-
-
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     ("access", "dirs", "files"), [("group", 0o2770, 0o660), ("user", 0o2700, 0o600)]
 )
-def test_whatever_the_umask_a_group_is_let_in_or_nobody_is(
-    tmp_path, monkeypatch, native, access, dirs, files
-):
+def test_whatever_the_umask_a_group_is_let_in_or_nobody_is(tmp_path, access, dirs, files):
+    """Whether C or Python writes a file is the same: test_native."""
     root = tmp_path / "kv"
     root.mkdir()
     root.chmod(0o2770)
-    with monkeypatch.context() as patch:
-        config = open_as_configured(patch, root, access)
-        umask = os.umask(0o077)
-        try:
-            write_all_kinds_of_files(config, native=native)
-        finally:
-            os.umask(umask)
+    umask = os.umask(0o077)
+    try:
+        engine = Engine(str(root), access=access, maintenance="on", max_bytes="1GiB")
+        engine.run(range(TOKENS_PER_CHUNK))
+        wait_for((root / SHARED_DIR / "usage.json").exists)
+        engine.close()
+    finally:
+        os.umask(umask)
+    assert engine.num_stored == 1
     assert modes(root) == {True: {dirs}, False: {files}}
-
-
-def write_all_kinds_of_files(config, *, native):
-    """Store a chunk as an engine does, and have maintenance count it."""
-    modes = {"dir_mode": config.dir_mode, "file_mode": config.file_mode}
-    world = World(
-        config.root,
-        native=native,
-        faults=False,
-        make_transport=partial(HostTransport, file_mode=config.file_mode),
-    )
-    runner = JobRunner(
-        world.store,
-        world.transport,
-        num_threads=1,
-        num_slots=2,
-        max_queued_chunks=8,
-        deadline=Deadline(60, 0, 60),
-        breaker=Breaker(),
-    )
-    world.fill([1, 2, 3, 4], 0)
-    runner.submit_store(1, [world.request(0, [1, 2, 3, 4])], None)
-    outcomes = []
-    wait_for(lambda: runner.poll() is None or outcomes.extend(runner.take_outcomes()) or outcomes)
-    assert outcomes[0].status is Status.OK, outcomes
-    runner.shutdown(5)
-    namespace = os.path.relpath(world.directory.path, config.root)
-    capacity = Capacity(config.root, namespace, None, Limits(max_nbytes=1 << 30), **modes)
-    capacity.start()
-    usage = Path(config.root, SHARED_DIR, "usage.json")
-    wait_for(lambda: (capacity.poll(), usage.exists())[1])
-    capacity.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +13,16 @@ from world import VLLM, damage, make_identity, read_by_hand, returns_in_time, wa
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 import numpy as np
+from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, caches, groups, placed, report
+from vllm.v1.kv_offload.base import CanonicalPageMapping, LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from faults import transport as faults
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, caches, groups, placed, report
-    from vllm.v1.kv_offload.base import CanonicalPageMapping, LookupResult, ReqContext
-    from vllm.v1.kv_offload.tiering.base import TransferJob
-
-    from fskv.data_path.job import Job
-    from fskv.engines.vllm.files import canonical_files
-    from fskv.engines.vllm_tier import tier, workers
-    from fskv.engines.vllm_tier.workers import combine
-    from fskv.errors import ConfigError, RestError
+from fskv.data_path.job import Job
+from fskv.engines.vllm.files import canonical_files
+from fskv.engines.vllm_tier import tier, workers
+from fskv.engines.vllm_tier.workers import combine
+from fskv.errors import ConfigError, RestError
 
 pytestmark = VLLM
 
@@ -166,11 +161,7 @@ def test_a_late_load_is_failed_and_writes_no_row_that_was_given_away(
     if not guarded:
         monkeypatch.setattr(Job, "abandon", lambda self: None)
     seconds = 0.5
-    rig = make_rig(
-        faults.Script(),
-        load_deadline_s=seconds,
-        io_threads=3,
-    )
+    rig = make_rig(faults.Script(), load_deadline_s=seconds, io_threads=3)
     wanted = rig.store([1, 2])
     keys = rig.keys(1) + rig.keys(2)
     rig.rows[:] = POISON

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 import tier_rig
+from resettable_half import scheduler_around
 from tier_rig import NUM_ROWS, POISON, REQUEST, STEP
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as vllm_scheduler
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -72,40 +73,27 @@ def ask(manager, keys, request, *, steps):
     return None
 
 
+@pytest.mark.parametrize("bounded", [True, False])
 def test_a_hit_of_more_chunks_than_the_cpu_tier_has_rows_ends_with_those_that_fit(
-    make_rig,
+    make_rig, monkeypatch, bounded
 ):
+    """The control: without the bound the request is deferred for ever."""
+    if not bounded:
+        monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
     rig = make_rig()
     keys, pages = store(rig, range(1, 2 * NUM_ROWS + 7))
     manager = manager_of(rig)
     request = ReqContext("long")
     manager.on_new_request(request)
-    found = ask(manager, keys, request, steps=20)
-    assert found == NUM_ROWS
-    rows = manager.prepare_load(keys[:found], request).chunk_ids.tolist()
+    found = ask(manager, keys, request, steps=20 if bounded else 50)
+    assert found == (NUM_ROWS if bounded else None)
+    rows = manager.prepare_load(keys[:found], request).chunk_ids.tolist() if bounded else []
     for key, row in zip(keys, rows, strict=False):
         assert rig.rows[row][:40000].tobytes() == pages[key][:40000]
 
 
-def test_negative_control_without_the_bound_the_request_is_deferred_for_ever(
-    make_rig,
-    monkeypatch,
-):
-    monkeypatch.setattr(FskvTier, "_may_load", lambda *_: True)
-    rig = make_rig()
-    keys, _ = store(rig, range(1, 2 * NUM_ROWS + 7))
-    manager = manager_of(rig)
-    request = ReqContext("long")
-    manager.on_new_request(request)
-    assert ask(manager, keys, request, steps=50) is None
-
-
 @pytest.mark.parametrize("tokens_per_block", [4096, 1])
-def test_a_slow_mount_is_waited_for(
-    make_rig,
-    monkeypatch,
-    tokens_per_block,
-):
+def test_a_slow_mount_is_waited_for(make_rig, monkeypatch, tokens_per_block):
     """As a control, chunks of one token each: to compute them takes no time, and they are not waited for."""
     probe, a_chunk_s = lookup.probe_chunks, 0.05
 
@@ -151,9 +139,7 @@ def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after
 
 @pytest.mark.parametrize("held", [True, False])
 def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
-    make_rig,
-    monkeypatch,
-    held,
+    make_rig, monkeypatch, held
 ):
     """Workers hear of a reset with the next step; the control: a load that does not wait for its output."""
     if not held:
@@ -187,9 +173,7 @@ def test_after_a_reset_no_row_is_loaded_into_that_a_worker_still_writes(
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
-    make_rig,
-    monkeypatch,
-    healed,
+    make_rig, monkeypatch, healed
 ):
     """The control: without it vLLM's reset offers blocks that are another request's, and the CPU tier serves
     them to requests whose results are stored here."""
@@ -197,10 +181,7 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     if not healed:
         of_vllm = inspect.unwrap(vllm_scheduler.OffloadingConnectorScheduler.reset_cache)
         monkeypatch.setattr(vllm_scheduler.OffloadingConnectorScheduler, "reset_cache", of_vllm)
-    scheduler = vllm_scheduler.OffloadingConnectorScheduler.__new__(
-        vllm_scheduler.OffloadingConnectorScheduler
-    )
-    scheduler.manager = manager_of(rig)
+    scheduler = scheduler_around(manager_of(rig))
     windowed = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[11, 12, 13, 14])
     full = SimpleNamespace(next_stored_chunk_idx=3, block_ids=[21, 22, 23, 24])
     running = SimpleNamespace(
@@ -211,13 +192,6 @@ def test_a_reset_takes_blocks_that_changed_hands_from_the_scheduler_above(
     )
     scheduler._req_status = {"r": running}
     scheduler._sliding_window_groups = (1,)
-    scheduler.config = SimpleNamespace(blocks_per_chunk=1)
-    scheduler._current_batch_load_jobs, scheduler._jobs = {}, {}
-    scheduler._current_batch_jobs_to_flush = set()
-    scheduler._current_batch_allocated_block_ids = set()
-    scheduler._block_id_to_pending_jobs, scheduler._job_counter = {}, 0
-    scheduler._events_tracker = SimpleNamespace(reset=lambda: None)
-    scheduler._chunks_being_loaded = None
     scheduler.reset_cache()
     assert windowed.next_stored_chunk_idx == 0
     assert windowed.block_ids == ([0, 0, 0, 14] if healed else [11, 12, 13, 14])

@@ -7,7 +7,6 @@ neither. Here its address arithmetic is done in Python, and what would be behind
 from __future__ import annotations
 
 import contextlib
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,11 @@ from world import VLLM
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import kv_layouts as kv
-    import torch
+import kv_layouts as kv
+import torch
 
-    from fskv.engines.vllm import page_layout
-    from fskv.engines.vllm.places import block_axis
+from fskv.engines.vllm import page_layout
+from fskv.engines.vllm.places import block_axis
 
 pytestmark = VLLM
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -11,43 +10,33 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from vllm.v1 import kv_cache_interface as vllm
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheGroupSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
+import torch
+from vllm.v1 import kv_cache_interface as vllm
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
-    from fskv.engines.vllm.identity import engine_groups
-    from fskv.errors import RestError
-    from fskv.hybrid_planner import GroupKind
+from fskv.engines.vllm.identity import engine_groups
+from fskv.errors import RestError
+from fskv.hybrid_planner import GroupKind
 
 pytestmark = world.VLLM
 
 
-def _groups(kind: str, max_model_len: int = 1024, *, caching: bool = True):
-    """Return how fskv describes an engine's one KV group, of vLLM's full attention or of a new kind."""
+HEADS = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
-    @dataclass(frozen=True, kw_only=True)
-    class NewAttentionSpec(vllm.AttentionSpec):
-        pass
 
-    @dataclass(frozen=True, kw_only=True)
-    class NewSpec(vllm.KVCacheSpec):
-        page_size_bytes = 4096
+@dataclass(frozen=True, kw_only=True)
+class NewAttentionSpec(vllm.AttentionSpec):
+    """A kind of a later vLLM, with heads as all attention has them."""
 
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    spec = {
-        "NewAttentionSpec": lambda: NewAttentionSpec(**heads),
-        "NewSpec": lambda: NewSpec(block_size=16),
-        "FullAttentionSpec": lambda: vllm.FullAttentionSpec(**heads),
-    }[kind]()
-    group = vllm.KVCacheGroupSpec(["layer"], spec)
-    return _described(group, max_model_len=max_model_len, caching=caching)
+
+@dataclass(frozen=True, kw_only=True)
+class NewSpec(vllm.KVCacheSpec):
+    page_size_bytes = 4096
 
 
 def _described(*groups, max_model_len=1024, caching=True):
@@ -60,23 +49,25 @@ def _described(*groups, max_model_len=1024, caching=True):
     )
 
 
-@pytest.mark.parametrize("kind", ["NewAttentionSpec", "NewSpec"])
-def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(kind):
+@pytest.mark.parametrize("spec", [NewAttentionSpec(**HEADS), NewSpec(block_size=16)])
+def test_where_a_group_is_of_an_unknown_kind_the_engine_rests(spec):
+    kind = type(spec).__name__
     with pytest.raises(RestError, match=rf"kind {kind}: fskv does not know") as error:
-        _groups(kind)
+        _described(KVCacheGroupSpec(["layer"], spec))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("max_model_len", [2, 15, 16, 17])
 def test_where_no_request_fills_a_block_the_engine_rests(max_model_len):
     """After a hit one token of a prompt is computed: a request of 17 may use a block of 16 again."""
+    full = KVCacheGroupSpec(["layer"], FullAttentionSpec(**HEADS))
     if max_model_len > 16:
-        assert len(_groups("FullAttentionSpec", max_model_len)) == 1
+        assert len(_described(full, max_model_len=max_model_len)) == 1
         return
     for caching, end in ((True, "again"), (False, "again; prefix caching is off")):
         words = rf"found {max_model_len}, expected more than 16.* {end}$"
         with pytest.raises(RestError, match=words):
-            _groups("FullAttentionSpec", max_model_len, caching=caching)
+            _described(full, max_model_len=max_model_len, caching=caching)
 
 
 def test_without_kv_that_is_used_again_the_engine_rests():
@@ -85,7 +76,7 @@ def test_without_kv_that_is_used_again_the_engine_rests():
 
 
 def test_negative_control_a_known_kind_is_described():
-    (group,) = _groups("FullAttentionSpec")
+    (group,) = _described(KVCacheGroupSpec(["layer"], FullAttentionSpec(**HEADS)))
     assert group.kind.startswith("full/")
     assert group.block_nbytes == 2 * 16 * 32 * 4
 
@@ -95,12 +86,11 @@ def test_negative_control_a_known_kind_is_described():
 
 def _uniform(**specs):
     spec = vllm.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
-    return _described(vllm.KVCacheGroupSpec([*specs], spec))
+    return _described(KVCacheGroupSpec([*specs], spec))
 
 
 def _full(dtype="bfloat16", **changes):
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32}
-    return FullAttentionSpec(**{**heads, "dtype": getattr(torch, dtype), **changes})
+    return FullAttentionSpec(**{**HEADS, "dtype": getattr(torch, dtype), **changes})
 
 
 def test_which_layer_has_which_format_is_told_and_not_only_that_of_the_first():
@@ -121,7 +111,7 @@ def test_which_layer_has_which_format_is_told_and_not_only_that_of_the_first():
 
 
 def test_what_a_hit_needs_must_be_the_same_of_all_layers_of_a_group():
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.bfloat16}
+    heads = {**HEADS, "dtype": torch.bfloat16}
     latents = MLAAttentionSpec(**heads)
     assert _uniform(a=_full(), b=latents)[0].spec.kind is GroupKind.FULL  # covered alike
     assert _uniform(a=latents, b=latents)[0].spec.kind is GroupKind.MLA
@@ -144,14 +134,13 @@ def test_a_chunk_is_as_long_for_the_scheduler_as_for_workers_whose_layers_differ
 @pytest.mark.parametrize("in_group_of_its_own", [True, False])
 def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_of_its_own):
     """DeepSeek V4.1: the window is kept out of prefix caching, and KV behind a hit is another one."""
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    full = vllm.KVCacheGroupSpec(["full"], vllm.FullAttentionSpec(**heads))
+    full = KVCacheGroupSpec(["full"], FullAttentionSpec(**HEADS))
 
     def window(**replay):
-        spec = vllm.SlidingWindowMLASpec(sliding_window=32, **heads, **replay)
+        spec = vllm.SlidingWindowMLASpec(sliding_window=32, **HEADS, **replay)
         if not in_group_of_its_own:
             spec = vllm.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"window": spec})
-        return vllm.KVCacheGroupSpec(["window"], spec)
+        return KVCacheGroupSpec(["window"], spec)
 
     with pytest.raises(RestError, match="option 'swa_bounded_replay'"):
         _described(full, window(bounded_replay=True))
@@ -160,7 +149,6 @@ def test_where_a_window_is_computed_anew_after_a_hit_the_engine_rests(in_group_o
 
 def test_a_stage_without_a_layer_of_some_group_rests():
     """Windows before full attention, in two stages: vLLM keeps the group there, without layers."""
-    heads = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    spec = vllm.FullAttentionSpec(**heads)
+    spec = FullAttentionSpec(**HEADS)
     with pytest.raises(RestError, match="KV group 1 has no layer on this pipeline stage"):
-        _described(vllm.KVCacheGroupSpec(["layer"], spec), vllm.KVCacheGroupSpec([], spec))
+        _described(KVCacheGroupSpec(["layer"], spec), KVCacheGroupSpec([], spec))

@@ -12,8 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
-import types
-import warnings
+from types import SimpleNamespace
 
 import engine_lab
 import pytest
@@ -23,23 +22,33 @@ from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="the contract tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        OffloadingKVEventsConfig,
-        OffloadingManager,
-        OffloadingSpec,
-        OffloadingWorker,
-        ReqContext,
-        make_offload_key,
-    )
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler, worker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    ReqContext,
+    make_offload_key,
+)
 
-    from fskv.engines.vllm import plugin
-    from fskv.engines.vllm.manager import to_chunk
-    from fskv.errors import ConfigError
+from fskv.data_path.job import JobResult
+from fskv.engines.vllm import plugin, quirks, version
+from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec, FskvWorkerMetadata
+from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake, FskvManager, to_chunk
+from fskv.engines.vllm.metrics import metric_definitions, to_stats
+from fskv.engines.vllm.worker import FskvWorker
+from fskv.engines.vllm_multi.connector import FskvMultiConnector
+from fskv.errors import ConfigError
+from fskv.observe.metrics import ALL_METRICS
+from fskv.types import ChunkId, Status
 
 pytestmark = world.VLLM
 
@@ -66,28 +75,14 @@ def _check_overrides(cls: type, base: type) -> list[str]:
 
 
 def test_every_override_takes_what_vllm_passes_and_nothing_abstract_is_left():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingWorkerMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-
-    from fskv.engines.vllm.connector import (
-        FskvConnector,
-        FskvOffloadingSpec,
-        FskvWorkerMetadata,
-    )
-    from fskv.engines.vllm.manager import FskvManager
-    from fskv.engines.vllm.worker import FskvWorker
-
     wrong = []
     for cls, base in (
         (FskvConnector, OffloadingConnector),
         (FskvOffloadingSpec, OffloadingSpec),
         (FskvManager, OffloadingManager),
         (FskvWorker, OffloadingWorker),
-        (FskvWorkerMetadata, OffloadingWorkerMetadata),
+        (FskvWorkerMetadata, common.OffloadingWorkerMetadata),
+        (FskvMultiConnector, MultiConnector),
     ):
         assert issubclass(cls, base)
         assert not inspect.isabstract(cls), (cls, cls.__abstractmethods__)
@@ -108,9 +103,6 @@ def test_the_signature_check_can_fail():
 
 
 def test_the_private_names_we_lean_on_exist():
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
-
     source = inspect.getsource(worker.OffloadingConnectorWorker)
     assert "self._load_jobs" in source, "job id -> request id of loads in flight"
     assert "transfer_result.success" in source, "vLLM asserts success: failures go another way"
@@ -133,8 +125,6 @@ def test_the_private_names_we_lean_on_exist():
 
 
 def test_what_the_use_of_a_prefix_leans_on_exists():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, scheduler
-
     made = {each.name: each for each in dataclasses.fields(common.OffloadingConnectorMetadata)}
     assert all(each.init for each in made.values()), "FskvConnectorMetadata is made of them"
     assert "touches" not in made
@@ -148,8 +138,6 @@ def test_what_the_use_of_a_prefix_leans_on_exists():
 
 
 def test_what_the_load_budget_leans_on_exists():
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     lookup = scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens
     assert "max_num_new_tokens" in inspect.signature(lookup).parameters
     fields = scheduler.RequestOffloadState.__dataclass_fields__
@@ -196,11 +184,6 @@ def test_failed_receives_reach_the_scheduler_and_make_it_recompute():
 
 
 def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
-    from fskv.data_path.job import JobResult
-    from fskv.engines.vllm.connector import FskvWorkerMetadata
-    from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
-    from fskv.types import ChunkId, Status
-
     a, b, c = (ChunkId(bytes([n]) * 32, 0) for n in range(3))
     good = JobResult(7, True, False, 100, 1.0)
     late = JobResult(7, True, True, 50, 2.0, late=True)
@@ -226,9 +209,6 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
 
 
 def test_every_metric_fskv_emits_is_declared_to_vllm():
-    from fskv.engines.vllm.metrics import metric_definitions, to_stats
-    from fskv.observe.metrics import ALL_METRICS
-
     definitions = metric_definitions()
     sums = {(m, "x"): 1.0 for m in ALL_METRICS if m.kind == "counter"}
     gauges = {(m, "x") if m.label else m: 1.0 for m in ALL_METRICS if m.kind == "gauge"}
@@ -249,8 +229,6 @@ def _key(number: int):
 
 def test_where_vllm_puts_its_own_connector_in_the_place_of_another_is_as_the_plug_in_knows_it():
     """Else `--kv-offloading-size` would not be refused."""
-    from vllm.config import VllmConfig
-
     of_vllm = VllmConfig._post_init_kv_transfer_config
     assert list(inspect.signature(of_vllm).parameters) == ["self"]
     own = getattr(of_vllm, "__wrapped__", of_vllm)
@@ -275,10 +253,6 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
     connector, extra, alone, written
 ):
     """The control: beside what brings KV from elsewhere vLLM's own answer stays."""
-    from types import SimpleNamespace
-
-    from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
-
     plugin.register()
     called = inspect.getsource(VllmConfig.__post_init__)
     assert "self._resolve_mm_embedding_inputs()" in called
@@ -297,13 +271,11 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
 
 
 def test_ranks_that_derive_different_namespaces_are_refused_at_start(make_manager, handshake):
-    from dataclasses import replace
-
     first, second = handshake(0, 2), handshake(1, 2)
     manager = make_manager(workers=[first, second])
     for wrong in (
-        [first, replace(second, namespace_digest=b"e")],
-        [first, replace(second, blocks_per_chunk=3)],
+        [first, dataclasses.replace(second, namespace_digest=b"e")],
+        [first, dataclasses.replace(second, blocks_per_chunk=3)],
         [first],
         [],
     ):
@@ -330,19 +302,7 @@ def test_a_request_is_looked_up_and_stored_no_further_than_its_limit(make_manage
     assert manager.prepare_store([_key(3), _key(4)], seen).keys_to_store == [_key(3)]
 
 
-def test_a_chunk_is_stored_only_when_every_rank_has_published_its_part(make_manager):
-    manager = make_manager(2)
-    request = ReqContext("r")
-    manager.on_news(News(stored={to_chunk(_key(1)): {0}}))
-    manager.on_news(News(stored={to_chunk(_key(1)): {0}}))
-    assert manager.lookup(_key(1), request) is LookupResult.RETRY
-    manager.on_news(News(stored={to_chunk(_key(1)): {1}}))
-    assert manager.lookup(_key(1), request) is LookupResult.HIT
-
-
 def test_a_chunk_whose_load_failed_is_a_miss_at_once(make_manager):
-    from fskv.types import Status
-
     manager = make_manager(2)
     for number, status in enumerate((Status.CORRUPT, Status.MISSING, Status.TIMED_OUT), 1):
         for chunk in (_key(number), _key(10 + number)):
@@ -380,66 +340,40 @@ def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights
     ],
 )
 def test_a_request_loads_from_the_tiers_that_it_names(tiers, local, loads, make_manager, handshake):
-
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        _create_req_context,
-    )
-
     manager = make_manager(workers=[handshake(rank, 2, is_local=local) for rank in (0, 1)])
     params = {} if tiers is None else {"kv_load_tiers": tiers}
-    asks = types.SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)
-    found = manager.lookup(_key(1), _create_req_context(asks))
+    asks = SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)
+    found = manager.lookup(_key(1), scheduler._create_req_context(asks))
     assert found is (LookupResult.RETRY if loads else LookupResult.MISS)
     # Which tiers a request loads from says nothing of what is stored.
-    assert manager.prepare_store([_key(1)], _create_req_context(asks)).keys_to_store
+    assert manager.prepare_store([_key(1)], scheduler._create_req_context(asks)).keys_to_store
 
 
 def test_what_a_client_sends_ends_no_connector_and_caps_hold_inside_a_block(monkeypatch):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.v1.core.sched.output import KVConnectorBlockState
-
-    from fskv.engines.vllm import quirks
-
     begun, built = [], []
     # As vLLM 0.32 does: `params.get`.
-    monkeypatch.setattr(
-        OffloadingConnectorScheduler,
-        "on_new_request",
-        lambda self, request: begun.append((request.kv_transfer_params or {}).get("x")),
-    )
-    monkeypatch.setattr(
-        OffloadingConnectorScheduler,
-        "_build_partial_tail_store_jobs",
-        lambda self, output: built.append(output.kv_connector_block_state),
-    )
-    half = object.__new__(OffloadingConnectorScheduler)
+    half = object.__new__(scheduler.OffloadingConnectorScheduler)
+    begin = lambda self, request: begun.append((request.kv_transfer_params or {}).get("x"))
+    build = lambda self, output: built.append(output.kv_connector_block_state)
+    monkeypatch.setattr(type(half), "on_new_request", begin)
+    monkeypatch.setattr(type(half), "_build_partial_tail_store_jobs", build)
     with pytest.raises(AttributeError):  # the control: vLLM's own
-        half.on_new_request(types.SimpleNamespace(kv_transfer_params="text"))
+        half.on_new_request(SimpleNamespace(kv_transfer_params="text"))
     quirks.mend_vllm()
     quirks.mend_vllm()  # once
     for params in (None, {}, {"x": 1}, "text", [1], 7, True):
-        half.on_new_request(types.SimpleNamespace(kv_transfer_params=params))
+        half.on_new_request(SimpleNamespace(kv_transfer_params=params))
     assert begun == [None, None, 1, None, None, None, None]
     caps = {"none": None, "zero": 0, "below": 100, "at": 128}
-    half._req_status = {
-        name: types.SimpleNamespace(max_offload_tokens=cap) for name, cap in caps.items()
-    }
+    half._req_status = {n: SimpleNamespace(max_offload_tokens=cap) for n, cap in caps.items()}
     offers = {name: [(0, 5, 64), (2, 7, 128)] for name in [*caps, "unknown"]}
     state = KVConnectorBlockState(set(offers), lambda _: (), offers)
-    step = types.SimpleNamespace(kv_connector_block_state=state)
+    step = SimpleNamespace(kv_connector_block_state=state)
     half._build_partial_tail_store_jobs(step)
-    half._build_partial_tail_store_jobs(types.SimpleNamespace(kv_connector_block_state=None))
+    half._build_partial_tail_store_jobs(SimpleNamespace(kv_connector_block_state=None))
     taken, nothing = built
     whole = [(0, 5, 64), (2, 7, 128)]
-    assert taken.boundary_state_offloads == {
-        "none": whole,
-        "zero": [],
-        "below": whole[:1],
-        "at": whole,
-        "unknown": whole,
-    }
+    assert taken.boundary_state_offloads == offers | {"zero": [], "below": whole[:1]}
     assert nothing is None
     assert step.kv_connector_block_state is state, "the engine's own stays as it is"
     assert state.boundary_state_offloads["zero"] == whole
@@ -449,30 +383,27 @@ def test_the_key_of_a_block_has_the_path_of_an_adapter():
     """Option 'trust' with "lora" believes that a path is one adapter, and not that a name is."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    adapter = types.SimpleNamespace(lora_name="name", lora_path="/path/of/it")
-    request = types.SimpleNamespace(
+    adapter = SimpleNamespace(lora_name="name", lora_path="/path/of/it")
+    request = SimpleNamespace(
         mm_features=[], lora_request=adapter, cache_salt=None, prompt_embeds=None
     )
     keys, _ = generate_block_hash_extra_keys(request, 0, 16, 0)
     assert "/path/of/it" in str(keys)
 
 
-def _way_in(name: str) -> str:
-    """Return code that asks for what vLLM would, and prints the refusal."""
-    return f"""
+# Asks for what vLLM would, and prints the refusal.
+_WAY_IN = """
 from fskv.errors import ConfigError
 try:
     from fskv.engines.vllm import plugin
-    if {name!r} == "FskvTier":
+    if NAME == "FskvTier":
         import fskv.engines.vllm_tier
     else:
-        plugin._load({name!r})
+        plugin._load(NAME)
     print("TAKEN")
 except ConfigError as error:
     print("REFUSED", error)
 """
-
-
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _LACKING = {
     "FskvConnector": f"{_V1}.offloading.scheduler.OffloadingConnectorScheduler",
@@ -495,7 +426,7 @@ def test_a_vllm_without_what_fskv_imports_is_refused_in_one_sentence(name, fault
         "a module": f"import sys\nsys.modules[{where!r}] = None\n",
     }
     program = tmp_path / "way_in.py"
-    program.write_text(lacking[fault] + _way_in(name))
+    program.write_text(f"NAME = {name!r}\n{lacking[fault]}{_WAY_IN}")
     said = engine_lab.run_program(str(program))
     (line,) = [line for line in said.splitlines() if line.startswith("REFUSED")]
     assert line.startswith("REFUSED found vLLM ")
@@ -503,9 +434,10 @@ def test_a_vllm_without_what_fskv_imports_is_refused_in_one_sentence(name, fault
 
 
 def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
-    from fskv.engines.vllm.version import refusing
-
-    with pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms") as found, refusing():
+    with (
+        pytest.raises(ConfigError, match=r"^found vLLM .*torchvision::nms") as found,
+        version.refusing(),
+    ):
         raise RuntimeError("operator torchvision::nms does not exist\nand more lines")
     assert "\n" not in str(found.value)
 
@@ -523,8 +455,6 @@ def test_a_vllm_whose_modules_raise_anything_is_refused_in_one_sentence():
     ],
 )
 def test_releases_before_the_oldest_are_refused_though_they_have_it_all(found, is_refused):
-    from fskv.engines.vllm import version
-
     if not is_refused:
         version.check(found)
         return

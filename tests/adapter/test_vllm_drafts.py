@@ -7,9 +7,19 @@ from types import SimpleNamespace
 import pytest
 from world import VLLM
 
+pytest.importorskip("vllm", reason="needs the vllm environment: make test")
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as of_vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_offload import base
+from vllm.v1.request import Request
+
+from fskv.engines.vllm.quirks import load_last_chunks
+from fskv.engines.vllm.refusals import check_draft
 from fskv.errors import ConfigError
 
-pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 pytestmark = VLLM
 
 BLOCK, WINDOW = 16, 16
@@ -26,9 +36,7 @@ class Manager:
         self.keys = keys
 
     def lookup(self, key, context):
-        from vllm.v1.kv_offload.base import LookupResult
-
-        return LookupResult.HIT if key in self.keys else LookupResult.MISS
+        return base.LookupResult.HIT if key in self.keys else base.LookupResult.MISS
 
     def prepare_store(self, keys, context):
         self.keys.update(keys)
@@ -37,13 +45,6 @@ class Manager:
 
 def scheduler_of_vllm(groups, keys, *, blocks_per_chunk, retention):
     """Return vLLM's scheduler half of an engine with these groups, whose manager holds `keys`."""
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
-
     size = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     of_engine = [
         KVCacheGroupSpec(
@@ -66,7 +67,7 @@ def scheduler_of_vllm(groups, keys, *, blocks_per_chunk, retention):
         blocks_per_chunk=blocks_per_chunk,
         tokens_per_hash=BLOCK,
         offload_prompt_only=True,
-        kv_events_config=OffloadingKVEventsConfig(False, False),
+        kv_events_config=base.OffloadingKVEventsConfig(False, False),
         get_manager=lambda: Manager(keys),
     )
     vllm_config = SimpleNamespace(
@@ -76,35 +77,20 @@ def scheduler_of_vllm(groups, keys, *, blocks_per_chunk, retention):
         parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
         speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True),
     )
-    return OffloadingConnectorScheduler(
+    return of_vllm.OffloadingConnectorScheduler(
         spec, vllm_config, SimpleNamespace(kv_cache_groups=of_engine)
     )
 
 
 def request(scheduler, num_tokens):
     """Return vLLM's state of a request whose prompt begins as every other one does."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-    )
-    from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
-    from vllm.v1.request import RequestStatus
-
-    req = SimpleNamespace(
-        request_id="r",
-        num_tokens=num_tokens,
-        num_prompt_tokens=num_tokens,
-        num_computed_tokens=0,
-        shared_prefix_boundary=0,
-        block_hashes=[number.to_bytes(32, "big") for number in range(num_tokens // BLOCK)],
-        kv_transfer_params=None,
-        status=RequestStatus.RUNNING,
-        is_finished=lambda: False,
-    )
-    state = RequestOffloadState(
+    req = Request("r", [1] * num_tokens, SamplingParams(), None)
+    req.block_hashes = [number.to_bytes(32, "big") for number in range(num_tokens // BLOCK)]
+    state = of_vllm.RequestOffloadState(
         config=scheduler.config,
         req=req,
-        req_context=ReqContext(req_id="r"),
-        offloading_context=RequestOffloadingContext(),
+        req_context=base.ReqContext(req_id="r"),
+        offloading_context=base.RequestOffloadingContext(),
     )
     state.update_offload_keys()
     return state
@@ -126,8 +112,6 @@ def store(scheduler, num_tokens):
 
 
 def hit_after_a_restart(groups, num_tokens, *, mended, blocks_per_chunk=1, retention=0):
-    from fskv.engines.vllm.quirks import load_last_chunks
-
     keys: set[bytes] = set()
     shape = {"blocks_per_chunk": blocks_per_chunk, "retention": retention}
     for asks in (False, True):
@@ -179,8 +163,6 @@ def test_all_whole_chunks_are_hit_though_vllm_would_leave_out_the_last(
 def test_a_draft_model_whose_kv_vllm_writes_into_another_group_is_refused(
     method, runner_v2, layers_by_group, refused
 ):
-    from fskv.engines.vllm.refusals import check_draft
-
     vllm_config = SimpleNamespace(
         speculative_config=SimpleNamespace(method=method) if method else None,
         use_v2_model_runner=runner_v2,

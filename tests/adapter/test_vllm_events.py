@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,26 +13,23 @@ from fskv.offload.mover import News
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        Medium,
-        OffloadingKVEventsConfig,
-        ReqContext,
-        make_offload_key,
-    )
+from resettable_half import scheduler_around, tracker_of_vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events as of_vllm
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    make_offload_key,
+)
 
-    from fskv.engines.vllm import events as module
-    from fskv.engines.vllm.budget import LoadBudget
-    from fskv.engines.vllm.connector import FskvConnector
-    from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
-    from fskv.types import ChunkId, Presence, Status
+from fskv.engines.vllm import events as module
+from fskv.engines.vllm.budget import LoadBudget
+from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
+from fskv.types import ChunkId, Presence, Status
 
 pytestmark = world.VLLM
 
@@ -129,12 +125,14 @@ def test_events_are_kept_only_where_the_engine_publishes_them(make_manager, desc
 # --- the manager ----------------------------------------------------------------------------
 
 
-def test_a_chunk_is_announced_when_the_last_rank_has_published_it(make_manager):
-    manager = make_manager(2, kv_events=KvEvents())
+def test_a_chunk_is_announced_and_hit_when_the_last_rank_has_published_it(make_manager):
+    manager, request = make_manager(2, kv_events=KvEvents()), ReqContext("r")
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.on_news(News(stored={_chunk(1): {0}}))
+    assert manager.lookup(_key(1), request) is LookupResult.RETRY
     assert _taken(manager.take_events()) == []
     manager.on_news(News(stored={_chunk(1): {1}}))
+    assert manager.lookup(_key(1), request) is LookupResult.HIT
     assert _taken(manager.take_events()) == [("stored", _key(1))]
     manager.chunks.on_removed([_name(1)])
     assert _taken(manager.take_events()) == [("removed", _key(1))]
@@ -202,37 +200,19 @@ def test_an_idle_engine_steps_on_for_its_last_stores_but_not_for_ever(monkeypatc
 @pytest.fixture
 def describing(make_manager):
     """Return a connector around a manager and vLLM's own tracker, as far as events need one."""
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
     manager = make_manager(kv_events=KvEvents(), weights_fixed=True)
-
-    class Scheduler:
-        _sliding_window_groups = ()
-        _events_tracker = tracker
-
-        def __init__(self):
-            self._req_status = {}
-            self.manager = manager
-
-        def take_events(self):
-            yield from tracker.take_events(manager.take_events())
-
-        def reset_cache(self):
-            manager.reset_cache()
-            tracker.reset()
-
+    half = scheduler_around(manager, describing=True)
     connector = FskvConnector.__new__(FskvConnector)
-    connector.connector_scheduler = Scheduler()
+    connector.connector_scheduler = half
     connector._kv_cache_manager = connector._cached_blocks = None
     connector.budget = LoadBudget(manager)
-    return connector, manager, tracker._pending_event_metadata
+    return connector, manager, half._events_tracker._pending_event_metadata
 
 
 def _payload(number: int):
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import events
-
-    values = dict.fromkeys(events._OffloadEventMetadata.__slots__)
+    values = dict.fromkeys(of_vllm._OffloadEventMetadata.__slots__)
     hashes = (b"first" + bytes([number % 256]), number.to_bytes(32, "big"))
-    return events._OffloadEventMetadata(
+    return of_vllm._OffloadEventMetadata(
         **{
             **values,
             "block_hashes": hashes,
@@ -353,7 +333,7 @@ def test_what_loses_its_payload_is_taken_back_with_every_block(describing):
 
 def test_without_trimming_vllm_keeps_payloads_for_ever(make_manager):
     manager = make_manager(kv_events=KvEvents())
-    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    tracker = tracker_of_vllm(describing=True)
     tracker._pending_event_metadata[_key(1)] = _payload(1)
     manager.on_news(News(stored={_chunk(1): {0}}))
     manager.chunks.on_removed([_name(1)])

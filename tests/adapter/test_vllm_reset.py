@@ -6,8 +6,6 @@ import contextlib
 import inspect
 import os
 import pickle
-import threading
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,47 +15,28 @@ from faults import transport as faults
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from one_group import PAGE, worker_of
-    from scheduler_half import scheduler_with, step
-    from vllm.distributed.kv_transfer import kv_transfer_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
-        TransferJob,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
-        OffloadingEventsTracker,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        OffloadingConnectorScheduler,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
-        OffloadingConnectorWorker,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-    from vllm.v1.kv_offload.base import (
-        GPULoadStoreSpec,
-        OffloadingKVEventsConfig,
-        ReqContext,
-        make_offload_key,
-    )
-    from vllm.v1.outputs import KVConnectorOutput
+import torch
+from one_group import PAGE, worker_of
+from resettable_half import scheduler_around
+from scheduler_half import scheduler_with, step
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput
 
-    from fskv.bounds.limits import RootState
-    from fskv.config import StoreConfig
-    from fskv.engines.vllm.admission import Admission
-    from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
-    from fskv.engines.vllm.manager import FskvManager, to_chunk
-    from fskv.engines.vllm.metrics import SoFar
-    from fskv.engines.vllm.quirks import mend_vllm
+from fskv.bounds.limits import RootState
+from fskv.config import StoreConfig
+from fskv.engines.vllm.admission import Admission
+from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+from fskv.engines.vllm.manager import FskvManager, to_chunk
+from fskv.engines.vllm.metrics import SoFar
+from fskv.engines.vllm.quirks import mend_vllm
+from fskv.engines.vllm_multi.connector import FskvMultiConnector
 
 pytestmark = VLLM
 
@@ -78,8 +57,6 @@ class Ours(FskvConnector):
 
 
 def multi(scheduler):
-    from fskv.engines.vllm_multi.connector import FskvMultiConnector
-
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors, made._extra_async_saves = [Stock(scheduler)], {"r": 1}
     made._admission = Admission()
@@ -176,15 +153,7 @@ class Engine:
         self.files = os.path.join(self.worker.handshake.namespace_path, "chunks")
 
     def _make_scheduler(self):
-        self.half = scheduler_with({})
-        vars(self.half).update(
-            manager=self.manager,
-            _job_counter=0,
-            _stale_job_threshold=0,
-            _chunks_being_loaded=None,
-            _events_tracker=OffloadingEventsTracker(OffloadingKVEventsConfig(False, False)),
-            _connector_stats=OffloadingConnectorStats(),
-        )
+        self.half = scheduler_around(self.manager)
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._so_far = self.half, SoFar()
         self.scheduler._admission = Admission()
@@ -197,7 +166,7 @@ class Engine:
         half.spec = FskvOffloadingSpec.__new__(FskvOffloadingSpec)
         half.spec.worker = half.worker = self.worker
         half._is_store_writer, half._load_jobs, half._unsubmitted_store_jobs = True, {}, []
-        half._connector_worker_meta = OffloadingWorkerMetadata()
+        half._connector_worker_meta = common.OffloadingWorkerMetadata()
         self.connector = FskvConnector.__new__(FskvConnector)
         self.connector.connector_worker, self.connector.connector_scheduler = half, None
 
@@ -210,11 +179,11 @@ class Engine:
         keys = [make_offload_key(bytes([n]) * 32, 0) for n in numbers]
         pages = GPULoadStoreSpec(list(numbers), [len(numbers)], [0])
         if load:
-            job = TransferJob("r", self.manager.prepare_load(keys, REQUEST), pages)
+            job = common.TransferJob("r", self.manager.prepare_load(keys, REQUEST), pages)
         else:
             taken = self.manager.prepare_store(keys, REQUEST)
             assert list(taken.keys_to_store) == keys
-            job = TransferJob("r", pages, taken.store_spec)
+            job = common.TransferJob("r", pages, taken.store_spec)
         self.jobs[self.num_jobs] = (job, load)
         self.half._jobs[self.num_jobs] = SimpleNamespace(is_store=not load)
         self.num_jobs += 1
@@ -224,7 +193,7 @@ class Engine:
     def step(self):
         """Make one step; return what its worker said."""
         planned = self.scheduler.build_connector_meta(step(None))
-        meta = OffloadingConnectorMetadata(
+        meta = common.OffloadingConnectorMetadata(
             {n: job for n, (job, load) in self.jobs.items() if load},
             {n: job for n, (job, load) in self.jobs.items() if not load},
             planned.jobs_to_flush,
@@ -371,25 +340,6 @@ def test_a_load_in_flight_writes_no_page_that_is_given_up(make_engine, monkeypat
     if told:
         ended, _ = engine.step()
         assert ended.failed_recving == ended.finished_recving == {"r"}
-
-
-def test_a_reset_returns_when_the_copy_in_progress_has_ended(make_engine):
-    engine = make_engine(faults.Script(gather="H"), weights_fixed=True, io_threads=1)
-    kv = engine.kv.clone()
-    engine.begin([1])
-    engine.step()
-    engine.step()
-    engine.transport.wait_until_hanging(1)
-    resetting = threading.Thread(target=Core(engine.scheduler).reset)
-    resetting.start()
-    resetting.join(0.1)
-    assert resetting.is_alive()
-    engine.transport.release()
-    resetting.join(20)
-    assert not resetting.is_alive()
-    engine.give_up_kv()
-    engine.settle()
-    assert engine.stored() in ({}, {1: kv[1].numpy().tobytes()})
 
 
 def test_blocks_of_a_session_that_goes_on_are_told_anew(monkeypatch):

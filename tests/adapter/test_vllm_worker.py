@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 
 import pytest
 from cuda_sim import SimEvent, simulation
@@ -12,18 +11,14 @@ from world import VLLM, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM and torch among themselves
-    import torch
-    from one_group import PAGE, worker_of
-    from vllm.v1.kv_offload.base import (
-        GPULoadStoreSpec,
-    )
+import torch
+from one_group import PAGE, worker_of
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-    from fskv.config import StoreConfig
-    from fskv.data_path.runner import JobRunner
-    from fskv.engines.vllm.manager import ChunkKeys
-    from fskv.types import ChunkId
+from fskv.config import StoreConfig
+from fskv.data_path.runner import JobRunner
+from fskv.engines.vllm.manager import ChunkKeys
+from fskv.types import ChunkId
 
 pytestmark = VLLM
 

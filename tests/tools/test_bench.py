@@ -10,17 +10,14 @@ import sys
 
 import gds_lab
 import pytest
+from fskv_tools.bench import advice, measure, store
 from tool_lab import run as run_fskv
 
-cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
-from fskv_tools.bench import advice, measure, store  # noqa: E402
-
-from fskv.data_path.transports import evidence, host  # noqa: E402
-from fskv.errors import ConfigError, NoSpace  # noqa: E402
-from fskv.offload import mover  # noqa: E402
-from fskv.root.filesystem import Space  # noqa: E402
-from fskv.types import Status  # noqa: E402
+from fskv.data_path.transports import evidence, host
+from fskv.errors import ConfigError, NoSpace
+from fskv.offload import mover
+from fskv.root.filesystem import Space
+from fskv.types import Status
 
 TINY = ("--total-mib", "1", "--rounds", "2", "--chunk-kib", "128", "--threads", "2")
 

@@ -1,40 +1,22 @@
-"""Keys computed without vLLM are vLLM's: compared with its own functions, and with vectors that it gave."""
+"""Keys computed without vLLM are vLLM's: compared with its own functions."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
 
 import pytest
+from fskv_tools import block_hashes
 from world import make_identity
-
-block_hashes = pytest.importorskip("fskv_tools.block_hashes")
 
 TOKENS = random.Random(7).sample(range(200_000), 100)
 
-# What vLLM 0.32 gave for TOKENS in blocks of 16: the hash of the sixth block. `python
-# tests/tools/test_block_hashes.py` prints them, in an environment with vLLM.
 CASES = {
     "default": {},
     "seed": {"seed": "42"},
     "salt": {"cache_salt": "tenant-7"},
     "both": {"cache_salt": "s", "seed": ""},
-}
-GOLDEN = {
-    "sha256/default": "1c147001248d5eacfb852253aa0c7cca7af5f9a491de0ef4492bebaf6bc79e7a",
-    "sha256/seed": "596ae1d5976a9193400bbe4fc3c100ef252d21b51f030d0e2cbf3232796b5609",
-    "sha256/salt": "003682b9ca1289d7628b78eaf73af3bbfd2362f5ee8f2e56c584bfc20d8e0114",
-    "sha256/both": "6f9517bd0a215918257f44c6cc9cfbf9dc37fac9e3eb8b38865a8d9a0ebba067",
-    "sha256_cbor/default": "cdab989eb58d5aff14faeddafb07511d9a3574910fff96a9d169ccac6b9a92aa",
-    "sha256_cbor/seed": "570023e04bd01e535829a773b7629b5ddba3bc79a721da3d745df9de6daacca0",
-    "sha256_cbor/salt": "c410f5761c29f98e41557442c488bdc631e9599afb9c658be9d7e750fb5bbaea",
-    "sha256_cbor/both": "2636a3b2bbc6161fcaa8b43a8c560e29cf6ded88d844f957fddd8be68cf63150",
-    "xxhash/seed": "f60985ea94b15a1e4f158c5137f91fb8",
-    "xxhash/both": "183fe41c0bb4b97e22854284bc20ecdc",
-    "xxhash_cbor/seed": "57bec99e38c42d9f8f533ec7113a62c3",
-    "xxhash_cbor/both": "01a07331708bf62067155a187e3fe4ca",
 }
 
 
@@ -78,7 +60,7 @@ def theirs(algorithm, *, seed=None, tokens=TOKENS, cache_salt=None):
         return kv_cache_utils.get_request_block_hasher(16, function)(request)
 
 
-def golden_cases():
+def cases():
     return [
         (algorithm, name)
         for algorithm in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
@@ -87,20 +69,12 @@ def golden_cases():
     ]
 
 
-@pytest.mark.parametrize(("algorithm", "name"), golden_cases())
-def test_keys_are_those_that_vllm_gave(algorithm, name):
-    if algorithm.endswith("cbor"):
-        pytest.importorskip("cbor2")
-    found = ours(algorithm, **CASES[name])
-    assert len(found) == 6
-    assert found[-1].hex() == GOLDEN[f"{algorithm}/{name}"]
-    others = [value for key, value in GOLDEN.items() if key != f"{algorithm}/{name}"]
-    assert found[-1].hex() not in others
-
-
-@pytest.mark.parametrize(("algorithm", "name"), golden_cases())
+@pytest.mark.parametrize(("algorithm", "name"), cases())
 def test_keys_are_those_of_the_installed_vllm(algorithm, name):
     pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    if algorithm.endswith("cbor"):
+        pytest.importorskip("cbor2")
+    assert len(ours(algorithm, **CASES[name])) == 6
     assert ours(algorithm, **CASES[name]) == theirs(algorithm, **CASES[name])
     changed = [*TOKENS[:50], TOKENS[50] + 1, *TOKENS[51:]]  # in the fourth block
     found = ours(algorithm, tokens=changed, **CASES[name])
@@ -120,11 +94,3 @@ def test_without_the_package_of_cbor_it_says_so(monkeypatch):
     assert ours("sha256")
     with pytest.raises(block_hashes.UsageError, match="need the package cbor2"):
         ours("sha256_cbor")
-
-
-if __name__ == "__main__":
-    print(
-        json.dumps(
-            {f"{a}/{n}": theirs(a, **CASES[n])[-1].hex() for a, n in golden_cases()}, indent=4
-        )
-    )

@@ -17,19 +17,12 @@ import subprocess
 import sys
 
 import pytest
-from tool_lab import Lab, check_lines, key_of, run, spoil
+from fskv_tools import cli
+from tool_lab import check_lines, key_of, run, spoil
 
 from fskv.index import scan
 
-cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
-
 NAMES = [entry.name for entry in cli.COMMANDS]
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 # --- what all have in common ------------------------------------------------------------
@@ -68,11 +61,7 @@ def test_a_start_imports_only_what_the_command_needs(lab):
             "print(*sorted({n.partition('.')[0] for n in sys.modules}), file=sys.stderr)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=lab.path,
-            capture_output=True,
-            text=True,
-            timeout=120,
+            [sys.executable, "-c", code], cwd=lab.path, capture_output=True, text=True, timeout=120
         )
         loaded = set(done.stderr.split())
         assert "typer" in loaded
@@ -80,8 +69,7 @@ def test_a_start_imports_only_what_the_command_needs(lab):
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["ls --fresh", "ls --chunks", "du", "verify", "report --html {out}"],
+    "words", ["ls --fresh", "ls --chunks", "du", "verify", "report --html {out}"]
 )
 def test_a_problem_goes_before_a_part_that_was_not_done(lab, monkeypatch, words):
     """3 means: no problem in what could be looked at."""
@@ -337,13 +325,7 @@ def test_no_number_of_seconds_is_a_usage_error(lab, words):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("ls",),
-        ("du", "--json"),
-        ("verify",),
-        ("prune", "--max-size", "1", "-n"),
-        ("prune", "-n"),
-    ],
+    [("ls",), ("du", "--json"), ("verify",), ("prune", "--max-size", "1", "-n"), ("prune", "-n")],
 )
 @pytest.mark.parametrize("readable", [False, True])
 def test_what_cannot_be_listed_is_not_taken_for_empty(lab, monkeypatch, words, readable):

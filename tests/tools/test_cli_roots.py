@@ -15,13 +15,12 @@ import threading
 import unicodedata
 
 import pytest
+from fskv_tools import cli, manual
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, key_of, lines_of, run, spoil
 from world import damage
 
-cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-manual = pytest.importorskip("fskv_tools.manual")
 EXITS = {0, 1, 2, 3, 10}
 
 # What only looks: command -> arguments; {ns} and {key} are put in, {out} is a path outside of the root.
@@ -45,11 +44,6 @@ LOOKS = {
     "prune garbage": ["prune", "--dry-run"],
 }
 NO_JSON = {"ls paths", "report", "top"}
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 @pytest.fixture

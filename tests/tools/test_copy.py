@@ -11,13 +11,10 @@ import subprocess
 import sys
 
 import pytest
+from fskv_tools import copying
 from tool_lab import Lab, check_lines, everything_below, fskv, run, spoil
 from toy_engine import TOKENS_PER_CHUNK, Engine
 from world import damage, follow_links
-
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
-from fskv_tools import copying
 
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Limits
@@ -26,11 +23,6 @@ from fskv.root import beneath, files
 from fskv.root.filesystem import Space
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 def chunk_files(root):

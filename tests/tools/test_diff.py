@@ -7,14 +7,13 @@ import json
 import os
 
 import pytest
+from fskv_tools import identity_words
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tool_lab import Lab, check_lines, fskv, run
+from tool_lab import check_lines, fskv, run
 from world import make_identity
 
 from fskv.namespace import GroupIdentity, Identity
-
-identity_words = pytest.importorskip("fskv_tools.identity_words")
 
 # One change of each field, and words that an operator must find in what is printed of it.
 CHANGES = {
@@ -39,11 +38,6 @@ CHANGES = {
     "model_runner": ("v2", "VLLM_USE_V2_MODEL_RUNNER"),
     "extra": ({"page_layouts": {"group0": "amx"}}, "instruction set"),
 }
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 def test_every_field_of_an_identity_is_in_these_tests_and_has_words():

@@ -6,14 +6,11 @@ import importlib.util
 import json
 
 import pytest
-from places import REPOSITORY
-
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
 from fskv_tools.doctor import flags
 from fskv_tools.doctor.configured import read
 from fskv_tools.doctor.finding import Level
 from fskv_tools.exits import UsageError
+from places import REPOSITORY
 
 from fskv.kv_transfer.line import LESS, REFUSED
 

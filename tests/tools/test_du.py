@@ -7,21 +7,13 @@ import time
 
 import pytest
 from capacity_lab import dead_name
-from tool_lab import Lab, check_lines, run
+from tool_lab import check_lines, run
 
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Limits
-from fskv.bounds.shared_files import SharedFiles
 from fskv.namespace import GroupIdentity
 from fskv.root.process_id import unique_name
 
 DAY = 86400
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 def lines(done, kind, **fields):
@@ -67,14 +59,11 @@ def test_it_adds_up_to_what_is_on_disk_by_every_view(lab):
     check_lines("du", done.lines)
 
 
-def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
+def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab, shared):
     where = lab.namespace()
     paths = [lab.chunk(where, n, age_s=DAY * n + 3600) for n in range(40)]
     bound = on_disk(paths) // 2
-    shared = f"{lab.path}/{SHARED_DIR}"
-    os.makedirs(shared)
-    beat = Heartbeat(unique_name(), where.id, None, Limits(max_nbytes=bound))
-    SharedFiles(shared).publish(beat)
+    shared.publish(Heartbeat(unique_name(), where.id, None, Limits(max_nbytes=bound)))
     done = run("du", "--json", "--unused-for", "20d", root=lab.path)
     (limit,) = lines(done, "bound", scope="root")
     assert limit["limit"] == bound
@@ -93,17 +82,14 @@ def test_what_it_says_a_prune_would_free_is_what_a_prune_frees(lab):
 
 
 @pytest.mark.parametrize(
-    ("bound", "text"),
-    [(120 << 10, "120KiB"), ((1 << 17) + 1, "131073B"), (3 << 40, None)],
+    ("bound", "text"), [(120 << 10, "120KiB"), ((1 << 17) + 1, "131073B"), (3 << 40, None)]
 )
-def test_a_bound_is_told_as_people_write_it_where_it_would_free_anything(lab, bound, text):
+def test_a_bound_is_told_as_people_write_it_where_it_would_free_anything(lab, shared, bound, text):
     where = lab.namespace()
     lab.chunks(where, range(5))
-    shared = f"{lab.path}/{SHARED_DIR}"
-    os.makedirs(shared)
     for name, namespace in ((unique_name(), where.id), (f"{unique_name()}2", None)):
         limits = Limits(max_nbytes=bound)
-        SharedFiles(shared).publish(Heartbeat(name, namespace, None, limits))
+        shared.publish(Heartbeat(name, namespace, None, limits))
     shown = " ".join(run("du", root=lab.path).stdout.split())
     assert "1 engine, 1 watcher" in shown
     assert shown.endswith(f"--max-size {text}") is (text is not None)

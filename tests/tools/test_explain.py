@@ -13,6 +13,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from fskv_tools import block_hashes
 from tool_lab import Lab, check_lines, fskv, run, spoil
 from world import damage, make_identity
 
@@ -20,8 +21,6 @@ from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.namespace import GroupIdentity, directory
 from fskv.root.process_id import HOST, TOKEN
-
-block_hashes = pytest.importorskip("fskv_tools.block_hashes")
 
 TOKENS = random.Random(3).choices(range(1000), k=330)
 FULL = GroupIdentity(0, "full/FullAttentionSpec/bfloat16/none", None, 16, (3000, 5000), ("a", "b"))

@@ -153,11 +153,7 @@ def test_a_tokenizer_that_ends_its_library_or_never_comes_is_one_sentence(lab, p
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ((404, "{}"), "HTTP 404"),
-        ((200, "<html>"), "token 0: found '<html>'"),
-    ],
+    ("answer", "words"), [((404, "{}"), "HTTP 404"), ((200, "<html>"), "token 0: found '<html>'")]
 )
 def test_a_server_that_does_not_tokenize_is_one_sentence(lab, prompt, serve, answer, words):
     done = run("explain", "--prompt", prompt, "--url", serve(answer).url, root=lab.path)

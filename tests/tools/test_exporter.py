@@ -9,14 +9,12 @@ import threading
 import urllib.request
 
 import pytest
+from fskv_tools import exits, exporter
 from world import wait_for
 
 from fskv.bounds.limits import Heartbeat, Limits, Usage
 from fskv.bounds.maintenance import Seen
 from fskv.root.filesystem import Space
-
-exporter = pytest.importorskip("fskv_tools.exporter", reason="the command line is not installed")
-exits = pytest.importorskip("fskv_tools.exits")
 
 SPACE = Space(10**12, 10**11, 10**6, 10**5)
 

@@ -12,17 +12,10 @@ import sys
 import tempfile
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-
-xxhash = pytest.importorskip("xxhash")
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 def inspect(*words, **options):

@@ -13,8 +13,6 @@ import pytest
 from places import REPOSITORY
 from tool_lab import Lab, key_of
 
-cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
 DRIVER = REPOSITORY / "tests" / "lab" / "interrupted.py"
 NOISE = ("Traceback", "Exception ignored", "was destroyed", "never awaited", "Error")
 COMMANDS = {

@@ -12,11 +12,9 @@ import time
 
 import pytest
 from capacity_lab import dead_name
-from tool_lab import Lab, check_lines, everything_below, fskv, run
-from world import wait_for
-
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv_tools import pruning
+from tool_lab import check_lines, everything_below, fskv, run
+from world import wait_for
 
 from fskv.bounds.eviction_news import EvictionNews, entries
 from fskv.bounds.lease import SHARED_DIR
@@ -24,11 +22,6 @@ from fskv.bounds.shared_files import SharedFiles
 from fskv.root.process_id import unique_name
 
 HOUR, DAY = 3600, 86400
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 @pytest.fixture

@@ -7,26 +7,16 @@ import time
 
 import pytest
 from capacity_lab import dead_name
-from tool_lab import Lab, run, spoil
+from tool_lab import run, spoil
 from world import follow_links
 
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv.root import remove
 
 COMMANDS = pytest.mark.parametrize(
     "words",
-    [
-        ("rm", "NAMESPACE"),
-        ("prune", "--max-size", "1B"),
-        ("verify", "--remove-bad"),
-    ],
+    [("rm", "NAMESPACE"), ("prune", "--max-size", "1B"), ("verify", "--remove-bad")],
     ids=" ".join,
 )
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 @pytest.fixture

@@ -9,14 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from fskv_tools.replay import curve, trace
+from fskv_tools.replay.trace import Request, TraceError
 from hypothesis import given
 from hypothesis import strategies as st
-
-cli = pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
-from fskv_tools.replay import curve, trace  # noqa: E402
-from fskv_tools.replay.trace import Request, TraceError  # noqa: E402
-from tool_lab import run  # noqa: E402
+from tool_lab import run
 
 GOOD = b'{"timestamp": 1, "hash_ids": [1]}\n'
 

@@ -12,9 +12,8 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
-from tool_lab import Lab, run
+from tool_lab import run
 
-pytest.importorskip("fskv_tools.report", reason="the command line is not installed")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
@@ -22,19 +21,14 @@ from fskv_tools import survey
 from fskv_tools.root_view import RootView
 from metrics_lab import Engine, server
 
+from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Limits, Usage
-from fskv.bounds.shared_files import SharedFiles
 from fskv.observe.metrics import LOAD_FAILURES
 from fskv.root.process_id import HOST, TOKEN
 
 VOID = {"meta", "br", "img", "source", "rect"}
 LIVE = {"script", "iframe", "object", "embed", "link", "form", "base", "video", "audio"}
 DAY = 86400
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 class Page(html.parser.HTMLParser):
@@ -158,18 +152,15 @@ def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_a_warning(l
     assert "refused" in found.text
 
 
-def test_bounds_and_engines_are_those_of_the_heartbeats(lab, tmp_path):
+def test_bounds_and_engines_are_those_of_the_heartbeats(lab, shared, tmp_path):
     where = lab.namespace()
     lab.chunks(where, range(4))
-    shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(shared)
-    files = SharedFiles(shared)
     mine = f"{HOST}-{os.getpid()}-{TOKEN}-1"
-    files.publish(Heartbeat(mine, where.id, None, Limits(max_nbytes=10 << 20), 4000))
+    shared.publish(Heartbeat(mine, where.id, None, Limits(max_nbytes=10 << 20), 4000))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(60)
-    files.publish(Heartbeat(f"{HOST}-{gone.pid}-{TOKEN}-2", where.id, None, Limits()))
-    files.publish_usage(Usage(namespaces={where.id: (1, 1)}, unremovable=3))
+    shared.publish(Heartbeat(f"{HOST}-{gone.pid}-{TOKEN}-2", where.id, None, Limits()))
+    shared.publish_usage(Usage(namespaces={where.id: (1, 1)}, unremovable=3))
     found = check_page(report(lab, tmp_path)[1])
     for told in (
         *("Engines alive 1 of 2 with a heartbeat", "of 10.0 MiB", "3 files cannot be removed"),
@@ -183,7 +174,8 @@ def test_bounds_and_engines_are_those_of_the_heartbeats(lab, tmp_path):
 EVIL = "<script>alert(1)</script>"
 
 
-def hostile(lab):
+@pytest.fixture
+def hostile(lab, shared):
     evil = lab.namespace(
         model_name=f'a"><img src=x onerror=alert(1)>{EVIL}',
         tenant=f"</td></table>{EVIL}<style>*{{}}",
@@ -197,17 +189,15 @@ def hostile(lab):
     shard = os.path.dirname(lab.chunk(evil, 9))
     with open(f"{shard}/<svg onload=alert(1)>", "wb"):
         pass
-    shared = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(shared)
-    with open(f"{shared}/lease.json", "w", encoding="utf-8") as file:
+    with open(f"{lab.path}/{SHARED_DIR}/lease.json", "w", encoding="utf-8") as file:
         state = {"holder": EVIL, "host": EVIL, "pid": 1, "boot": EVIL, "since_ms": 1, "beat": 1}
         json.dump(state, file)
     mine = f"{HOST}-{os.getpid()}-{TOKEN}-1"
-    SharedFiles(shared).publish(Heartbeat(mine, evil.id, EVIL, Limits()))
+    shared.publish(Heartbeat(mine, evil.id, EVIL, Limits()))
 
 
+@pytest.mark.usefixtures("hostile")
 def test_names_and_manifests_cannot_put_anything_into_the_page(lab, tmp_path):
-    hostile(lab)
     engine = Engine()
     engine.traffic()
     engine.add(LOAD_FAILURES, 2, EVIL)
@@ -221,11 +211,11 @@ def test_names_and_manifests_cannot_put_anything_into_the_page(lab, tmp_path):
     assert "\u202e" not in text
 
 
+@pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize("escaped", [True, False])
 def test_negative_control_the_check_finds_what_is_not_escaped(lab, tmp_path, monkeypatch, escaped):
     import jinja2
 
-    hostile(lab)
     real = jinja2.Environment
 
     def environment(**options):

@@ -6,21 +6,12 @@ import os
 
 import pytest
 from capacity_lab import dead_name
-from tool_lab import Lab, check_lines, fskv, key_of, run
-
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
+from tool_lab import check_lines, fskv, key_of, run
 
 from fskv import namespace
 from fskv.bounds.eviction_news import EvictionNews, entries
-from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Limits
-from fskv.bounds.shared_files import SharedFiles
 from fskv.root.process_id import unique_name
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 def there(paths):
@@ -141,14 +132,12 @@ def test_a_namespace_that_stays_is_never_called_gone(lab, name):
     assert ("stays" in done.stdout) is stays
 
 
-def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab):
+def test_a_namespace_that_an_engine_writes_to_is_refused_unless_forced(lab, shared):
     """What an engine has claimed that is gone is no obstacle."""
     where = lab.namespace()
     paths = lab.chunks(where, range(5))
-    os.makedirs(f"{lab.path}/{SHARED_DIR}")
     for name, is_alive in ((dead_name(), False), (unique_name(), True)):
-        beat = Heartbeat(name, where.id, None, Limits())
-        SharedFiles(f"{lab.path}/{SHARED_DIR}").publish(beat)
+        shared.publish(Heartbeat(name, where.id, None, Limits()))
         plan = run("rm", where.id, "-n", "--json", root=lab.path)
         assert plan.lines[0]["in_use"] is is_alive
     done = run("rm", where.id, "--yes", root=lab.path)

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import struct
 import subprocess
-import sys
-import termios
 
 import pytest
+from pseudo_terminal import Terminal
 from rich.cells import cell_len
 from tool_lab import Lab, run, spoil
 
-pytest.importorskip("fskv_tools.terminal", reason="the command line is not installed")
-
 
 def on_terminal(columns, *words):
-    """Run `fskv` on a pty of so many columns; returns its lines without colours."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FSKV_ROOT")}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fskv_tools", *map(str, words)],
-        stdin=slave,
-        stdout=slave,
-        stderr=subprocess.PIPE,
-        env={**env, "TERM": "xterm-256color"},
-    )
-    os.close(slave)
-    seen = b""
-    while True:
-        try:
-            more = os.read(master, 65536)
-        except OSError:  # nobody has it open any more
-            break
-        seen += more
-    assert b"Traceback" not in child.stderr.read()
-    child.stderr.close()
-    child.wait(60)
-    os.close(master)
-    return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", seen).decode().splitlines()
+    """Run `fskv` on a terminal of so many columns; returns its lines without colours."""
+    terminal = Terminal(*words, size=(50, columns), stderr=subprocess.PIPE)
+    terminal.end(timeout_s=280)  # `plan` asks vLLM, which is slow to start
+    with terminal.child.stderr as said:
+        assert b"Traceback" not in said.read()
+    return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", terminal.seen).decode().splitlines()
 
 
 @pytest.fixture

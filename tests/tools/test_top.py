@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
 import termios
@@ -18,10 +14,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from tool_lab import Lab, fskv, run, spoil
-
-pytest.importorskip("fskv_tools.top", reason="the command line is not installed")
-
 from fskv_tools import endpoint, survey
 from fskv_tools.commands import top as command
 from fskv_tools.exits import UsageError
@@ -30,8 +22,10 @@ from fskv_tools.terminal import emit
 from fskv_tools.top import frame, live, watch
 from metrics_lab import Engine, server
 from prometheus_client import Gauge
+from pseudo_terminal import HANG_S, Terminal
 from rich.cells import cell_len
 from rich.console import Console
+from tool_lab import fskv, run, spoil
 from world import wait_for
 
 from fskv.bounds.limits import Heartbeat, Limits, Scope, Usage
@@ -43,13 +37,7 @@ from fskv.root.process_id import HOST, TOKEN
 from fskv.sizes import Share
 
 GIB = 1 << 30
-HANG_S = 60  # generous: nothing here should take more than seconds
 OTHER = "node-9-4711-ab12cd34-5"
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 class Neighbours:
@@ -525,55 +513,8 @@ def test_once_without_a_terminal_is_plain_and_shows_everything(lab):
 # --- the terminal -----------------------------------------------------------------------
 
 
-class Terminal:
-    """`fskv top` on a pty, as a person would have it."""
-
-    def __init__(self, lab, *words, size=(24, 80), term="xterm-256color"):
-        self.master, self.slave = pty.openpty()
-        self.resize(*size)
-        self.before = termios.tcgetattr(self.slave)
-        command = [sys.executable, "-m", "fskv_tools", "top", "--root", lab.path]
-        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
-        env["TERM"] = term
-        self.child = subprocess.Popen(
-            # The terminal is its own: Ctrl-C.
-            ["setsid", "--ctty", *command, "--interval", "0.2", *words],
-            stdin=self.slave,
-            stdout=self.slave,
-            stderr=self.slave,
-            env=env,
-        )
-        self.seen = b""
-
-    def resize(self, rows, columns):
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def read_until(self, word, timeout_s=HANG_S):
-        deadline = time.monotonic() + timeout_s
-        while word not in self.seen:
-            assert time.monotonic() < deadline, self.seen[-2000:]
-            assert self._read(0.1) or self.child.poll() is None, self.seen[-2000:]
-
-    def _read(self, timeout_s):
-        ready, _, _ = select.select([self.master], [], [], timeout_s)
-        if ready:
-            self.seen += os.read(self.master, 65536)
-        return bool(ready)
-
-    def type(self, keys):
-        os.write(self.master, keys)
-
-    def end(self):
-        deadline = time.monotonic() + HANG_S
-        while self.child.poll() is None:
-            assert time.monotonic() < deadline, "it does not end"
-            self._read(0.05)
-        while self._read(0.1):
-            pass
-        mode = termios.tcgetattr(self.slave)
-        os.close(self.master)
-        os.close(self.slave)
-        return self.child.returncode, mode
+def on_terminal(lab, *words, **how):
+    return Terminal("top", "--root", lab.path, "--interval", "0.2", *words, **how)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +524,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(lab, end, code):
     where = lab.namespace()
     lab.chunks(where, range(3))
     Neighbours(lab, where)
-    terminal = Terminal(lab)
+    terminal = on_terminal(lab)
     terminal.read_until(b"Namespaces")
     assert b"\x1b[?1049h" in terminal.seen  # the alternate screen
     now = termios.tcgetattr(terminal.slave)
@@ -607,14 +548,14 @@ def test_however_it_ends_the_terminal_is_as_it_was(lab, end, code):
 def test_a_new_size_is_drawn_and_no_terminal_is_one_frame(lab):
     where = lab.namespace(model_name="org/" + "x" * 60)
     lab.chunks(where, range(3))
-    terminal = Terminal(lab, "--interval", "30")
+    terminal = on_terminal(lab, "--interval", "30")
     terminal.read_until(b"Namespaces")
     assert b"x" * 60 not in terminal.seen
     terminal.resize(50, 140)
     terminal.read_until(b"x" * 60)
     terminal.type(b"q")
     assert terminal.end() == (0, terminal.before)
-    dumb = Terminal(lab, term="dumb")
+    dumb = on_terminal(lab, term="dumb")
     assert dumb.end()[0] == 0
     assert b"\x1b" not in dumb.seen
     assert b"Namespaces" in dumb.seen

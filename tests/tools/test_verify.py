@@ -18,24 +18,15 @@ import threading
 from functools import partial
 
 import pytest
-from tool_lab import Lab, check_lines, fskv, key_of, run, spoil
-
-from fskv import namespace
-from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
-
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
-
 from fskv_tools.check import judge
 from fskv_tools.check import run as check_run
 from fskv_tools.check.expect import expected_of
 from fskv_tools.commands import verify as command
+from tool_lab import check_lines, fskv, key_of, run, spoil
 
-corruptions = pytest.importorskip("trials.corruptions")
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
+from fskv import namespace
+from fskv.format.chunk_file import ChunkHeader, FileLayout, encode_header
+from trials import corruptions
 
 
 def verify(lab, *words, **options):

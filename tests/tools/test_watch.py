@@ -14,17 +14,11 @@ from capacity_lab import disk_nbytes, holder_of, write_chunk
 from tool_lab import Lab, fskv
 from world import wait_for
 
-pytest.importorskip("fskv_tools.cli", reason="the command line is not installed")
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.shared_files import SharedFiles
 
 MAX = 4 << 20
 DAY_NS = 86400 * 10**9
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "kv")
 
 
 @pytest.fixture
