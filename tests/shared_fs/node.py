@@ -55,18 +55,6 @@ _IDENTITY = Identity(
 )
 
 
-class _Pages:
-    """KV memory of one layer: (blocks, page) bytes. Stands for a tensor: torch takes 12 s to import here."""
-
-    is_cuda = False
-
-    def __init__(self, page: int) -> None:
-        self.array = np.zeros((2 * _LOAD_BLOCK, page), np.uint8)
-
-    def numpy(self):
-        return self.array.reshape(-1)
-
-
 def _chunk(number: int) -> ChunkId:
     return ChunkId(number.to_bytes(32, "big"), 0)
 
@@ -93,12 +81,12 @@ class Node:
         """`recompute_s` is what computing one chunk takes, as far as lookups are concerned."""
         self.end()
         directory = Root.open(root, create=True).open_namespace(_IDENTITY)
-        host.flat_bytes = lambda pages: pages
-        self.layers = [_Pages(page) for page in PAGES]
+        # No tensors: torch takes 12 s to import on such a node.
+        self.layers = [np.zeros((2 * _LOAD_BLOCK, page), np.uint8) for page in PAGES]
         self.layout = GroupLayout.of(0, NUM_BLOCKS, list(enumerate(PAGES)))
         file_layout = FileLayout(NUM_BLOCKS, PAGES, b"L" * 16)
         transport = host.HostTransport(
-            self.layers,
+            [memoryview(layer.reshape(-1)) for layer in self.layers],
             file_layout.file_nbytes,
             probe_dir=directory.tmp_dir,
             direct_io=direct_io,
@@ -195,7 +183,7 @@ class Node:
             block = place * NUM_BLOCKS
             rows = np.frombuffer(content(number), np.uint8).reshape(NUM_BLOCKS, sum(PAGES))
             for layer, columns in zip(self.layers, np.split(rows, [PAGES[0]], axis=1), strict=True):
-                layer.array[block : block + NUM_BLOCKS] = columns
+                layer[block : block + NUM_BLOCKS] = columns
             if replace:
                 self.store_._suspect(FileId(*_chunk(number)))
             requests.append(self._request(number, block))
@@ -204,7 +192,7 @@ class Node:
     def load(self, numbers, dump=None):
         """Load chunks into poisoned pages; `dump` names a file for what they hold at the report."""
         for layer in self.layers:
-            layer.array[_LOAD_BLOCK:] = POISON
+            layer[_LOAD_BLOCK:] = POISON
         requests = [
             self._request(number, _LOAD_BLOCK + place * NUM_BLOCKS)
             for place, number in enumerate(numbers)
@@ -222,7 +210,7 @@ class Node:
 
     def _loaded(self, place):
         first = _LOAD_BLOCK + place * NUM_BLOCKS
-        parts = [layer.array[first : first + NUM_BLOCKS] for layer in self.layers]
+        parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
         return np.concatenate(parts, axis=1).tobytes()
 
     def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):
