@@ -25,9 +25,9 @@ from world import (
     returns_in_time,
 )
 
-from faults.transport import FaultTransport, FileScript, Script, install
+from faults.transport import Script
 from fskv.data_path import store
-from fskv.data_path.transports import arena, host
+from fskv.data_path.transports import arena
 from fskv.data_path.transports.host import HostTransport
 from fskv.data_path.transports.protocol import SlotPool
 from fskv.errors import ConfigError, RootError
@@ -540,32 +540,6 @@ def _is_mapped(address):
     with open("/proc/self/maps") as file:
         ranges = [line.split()[0].split("-") for line in file]
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
-
-
-def test_negative_control_a_script_in_a_file_breaks_the_disk_while_it_is_there(world, tmp_path):
-    """For tests of other processes; here in this one."""
-    script = tmp_path / "script"
-    undo = install(FileScript(str(script)), modules=["fskv.data_path.transports.host"])
-    try:
-        tmp = f"{world.directory.path}/tmp"
-        transport = host.HostTransport(world.tensors, 4096, probe_dir=tmp, direct_io="off")
-    finally:
-        undo()
-    assert isinstance(transport, FaultTransport)
-    assert host.HostTransport is HostTransport
-    world.transport.script = transport.script
-    world.put(1, world.content())
-    assert world.get(1)[0] is Status.OK
-    script.write_text("read=E*")
-    assert world.get(1)[0] is Status.IO_ERROR
-    script.write_text("read=H*")
-    statuses = []
-    reader = threading.Thread(target=lambda: statuses.append(world.get(1)[0]))
-    reader.start()
-    world.transport.wait_until_hanging(1)
-    script.unlink()
-    reader.join(20)
-    assert statuses == [Status.OK]
 
 
 def test_a_start_does_not_wait_for_a_root_whose_mount_is_not_told(make_world, monkeypatch):
