@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
-import mmap
 import os
 import sys
 import time
@@ -28,7 +26,7 @@ from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
 from fskv.namespace import GroupIdentity, Identity
 from fskv.root.root import Root
 from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, FileId, Presence
-from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
+from shared_fs.chunks import NUM_BLOCKS, PAGES, POISON, content, untouched
 from shared_fs.letterbox import serve
 
 _DEFAULTS = StoreConfig(root="/")
@@ -69,15 +67,7 @@ class Node:
 
     # --- set-up -----------------------------------------------------------------------------
 
-    def begin(
-        self,
-        root,
-        deadline_s=20.0,
-        touch_interval_s=MAX_TOUCH_INTERVAL_S,
-        direct_io="auto",
-        quarantine_s=2.0,
-        recompute_s=0.0,
-    ):
+    def begin(self, root, direct_io="auto", recompute_s=0.0):
         """`recompute_s` is what computing one chunk takes, as far as lookups are concerned."""
         self.end()
         directory = Root.open(root, create=True).open_namespace(_IDENTITY)
@@ -95,7 +85,7 @@ class Node:
             directory,
             {0: file_layout},
             transport,
-            touch_interval_s=touch_interval_s,
+            touch_interval_s=MAX_TOUCH_INTERVAL_S,
             restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
         )
         self.breaker, self.lookup_breaker = (Breaker() for _ in range(2))
@@ -105,7 +95,7 @@ class Node:
             num_threads=4,
             num_slots=_MAX_CHUNKS,
             max_queued_chunks=_MAX_CHUNKS,
-            deadline=Deadline(deadline_s, 0.0, deadline_s),
+            deadline=Deadline(20.0, 0.0, 20.0),
             breaker=self.breaker,
         )
 
@@ -117,7 +107,7 @@ class Node:
         self.presence = PresenceIndex(
             probe,
             lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
-            quarantine_s=quarantine_s,
+            quarantine_s=2.0,
             breaker=self.lookup_breaker,
             recompute_s=lambda num_chunks: num_chunks * recompute_s,
         )
@@ -213,6 +203,14 @@ class Node:
         parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
         return np.concatenate(parts, axis=1).tobytes()
 
+    def _num_wrong(self, wanted, statuses):
+        """Return how many chunks of the last load are not in the pages, or not untouched if they failed."""
+        expected = [
+            right if status == "ok" else untouched()
+            for right, status in zip(wanted, statuses, strict=True)
+        ]
+        return sum(self._loaded(place) != right for place, right in enumerate(expected))
+
     def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):
         """Ask as a scheduler does, every 10 ms, until all is known, or with `until_hit` a hit.
 
@@ -247,25 +245,20 @@ class Node:
         end = time.monotonic() + limit_s
         while num_good < 2 and time.monotonic() < end:
             is_healed = os.path.basename(healed) in os.listdir(os.path.dirname(healed))
-            begun_at = time.time()
             self.presence.forget_all()
             lookup = self.lookup(numbers)
             load = self.load(numbers)
-            wrong = [
-                self._loaded(place) != (right if status == "ok" else bytes([POISON]) * NBYTES)
-                for place, (status, right) in enumerate(zip(load["statuses"], wanted, strict=True))
-            ]
+            num_wrong = self._num_wrong(wanted, load["statuses"])
             loaded_at = time.time()
             stored = self.store([fresh + len(rounds)])
             rounds.append(
                 {
-                    "begun_at": begun_at,
                     "lookup": [presence for presence, _ in lookup["answers"]],
                     "lookup_s": lookup["seconds"],
                     "load": load["statuses"],
                     "load_s": load["reported_s"],
                     "loaded_at": loaded_at,
-                    "num_wrong": sum(wrong),
+                    "num_wrong": num_wrong,
                     "store": stored["statuses"],
                     "stored_at": stored["ended_at"],
                     "hung": self.runner.num_threads_hung,
@@ -295,9 +288,7 @@ class Node:
         while time.monotonic() < end:
             statuses = self.load(numbers)["statuses"]
             said.update(statuses)
-            for place, (status, right) in enumerate(zip(statuses, wanted, strict=True)):
-                expected = right if status == "ok" else bytes([POISON]) * NBYTES
-                num_wrong += self._loaded(place) != expected
+            num_wrong += self._num_wrong(wanted, statuses)
         return {"said": said, "num_wrong": num_wrong}
 
     def make_files(self, first, num):
@@ -305,22 +296,9 @@ class Node:
         for number in range(first, first + num):
             path = self.path(number=number)["path"]
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            os.ftruncate(fd, self.store_.layout(0).file_nbytes)
-            os.close(fd)
-        return {"ended_at": time.time()}
-
-    def store_untouched(self, number):
-        """Write a file under a chunk's name as a store does that does not set its times."""
-        path = self.path(number=number)["path"]
-        page = mmap.mmap(-1, NBYTES // mmap.PAGESIZE * mmap.PAGESIZE)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT
-        fd = os.open(f"{path}.x", flags, 0o600)
-        os.write(fd, page)
-        os.close(fd)
-        os.rename(f"{path}.x", path)
-        return {"ended_at": time.time()}
+            with open(path, "xb") as file:
+                file.truncate(self.store_.layout(0).file_nbytes)
+        return {}
 
     # --- looking ----------------------------------------------------------------------------
 
@@ -338,43 +316,10 @@ class Node:
         return {"ended_at": None}
 
     def hold(self, number):
-        """Open a chunk's file and keep it open, as a reader that somebody else overtakes."""
+        """Open a chunk's file, read of it and keep it open, as a reader that somebody else overtakes."""
         fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
         self._held.append(fd)
         return {"nbytes": len(os.read(fd, 4096))}
-
-    def read_held(self):
-        """Read the held files; what each said: a number of bytes, or the errno."""
-        said = []
-        for fd in self._held:
-            try:
-                said.append(len(os.pread(fd, 1 << 20, 0)))
-            except OSError as error:
-                said.append(-error.errno)
-        return {"said": said}
-
-    def plain_reads(self, numbers, seconds):
-        """Open and read chunk files with plain calls, again and again; how often each call said what."""
-        said = collections.Counter()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for number in numbers:
-                call = "open"
-                try:
-                    fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
-                    try:
-                        call = "fstat"
-                        os.fstat(fd)
-                        call = "read"
-                        os.read(fd, 1 << 20)
-                        call = "all"
-                    finally:
-                        os.close(fd)
-                    said["all ok"] += 1
-                except OSError as error:
-                    said[f"{call} {errno.errorcode[error.errno]}"] += 1
-            time.sleep(0.005)
-        return {"said": said}
 
     def release(self):
         while self._held:

@@ -6,11 +6,14 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared_fs.chunks import NBYTES, content, untouched
 from shared_fs.letterbox import Letterbox
+
+if TYPE_CHECKING:
+    from shared_fs.netns import Client
 
 _TESTS = Path(__file__).resolve().parents[1]
 _REPLY_S = 90.0  # longer than any limit in the program: only one in state D takes so long
@@ -19,31 +22,18 @@ _REPLY_S = 90.0  # longer than any limit in the program: only one in state D tak
 class Program:
     """Steps of shared_fs.node as methods: `program.lookup(numbers=[1])`."""
 
-    def __init__(
-        self, directory: str, launch: Callable[[str], object], end: Callable[[int], object]
-    ) -> None:
-        """`launch` starts a shell command on the node without waiting for it; `end` kills a process there."""
+    def __init__(self, directory: str, node: Client) -> None:
         self.box = Letterbox(directory)
-        self._end = end
+        self._node = node
         path = os.pathsep.join([str(_TESTS.parent), str(_TESTS), os.environ.get("PYTHONPATH", "")])
-        command = [
-            "exec",
-            "env",
-            f"PYTHONPATH={path}",
-            "PYTHONDONTWRITEBYTECODE=1",
-            "OMP_NUM_THREADS=1",
-            sys.executable,
-            "-m",
-            "shared_fs.node",
-            self.box.directory,
-        ]
-        log = shlex.quote(f"{directory}/log")
-        launch(f"echo $$ >{shlex.quote(directory)}/pid; {shlex.join(command)} >{log} 2>&1")
+        env = f"PYTHONPATH={shlex.quote(path)} PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1"
+        command = f"{sys.executable} -m shared_fs.node {directory} >{directory}/log 2>&1"
+        node.launch(f"echo $$ >{directory}/pid; exec env {env} {command}")
 
     def kill(self) -> None:
         """End the program, also while its threads hang in the file system."""
         with contextlib.suppress(FileNotFoundError), open(f"{self.box.directory}/pid") as file:
-            self._end(int(file.read()))
+            self._node.end(int(file.read()))
 
     def post(self, step: str, **arguments) -> str:
         return self.box.post(step=step, **arguments)
@@ -53,10 +43,6 @@ class Program:
 
     def ask(self, step: str, **arguments) -> dict:
         return self.wait(self.post(step, **arguments))
-
-    def log(self) -> str:
-        with open(f"{self.box.directory}/log", errors="replace") as file:
-            return file.read()
 
     # --- what most tests need ---------------------------------------------------------------
 
