@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 PAGES = (40000, 24000)  # bytes; 4 blocks of them are 4 rows, and no block begins where a row does
@@ -10,6 +12,7 @@ NBYTES = NUM_BLOCKS * sum(PAGES)
 POISON = 0x5A  # what the pages hold before a load
 
 
+@functools.cache
 def content(number: int) -> bytes:
     """Return the KV of chunk `number`: block after block, page after page."""
     return np.random.default_rng(number).bytes(NBYTES)

@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+from typing import BinaryIO
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Node:
         self.presence: PresenceIndex | None = None
         self._num_jobs = 0
         self._longest_call_s = 0.0
-        self._held: list[int] = []
+        self._held: list[BinaryIO] = []
 
     # --- set-up -----------------------------------------------------------------------------
 
@@ -123,7 +124,10 @@ class Node:
             self.runner.shutdown(0.0)
             self.presence.close()
         self.runner = self.presence = None
-        self.release()
+        for file in self._held:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._held = []
         return {}
 
     # --- the engine's calls, timed ----------------------------------------------------------
@@ -179,8 +183,8 @@ class Node:
             requests.append(self._request(number, block))
         return self._run(self.runner.submit_store, requests)
 
-    def load(self, numbers, dump=None):
-        """Load chunks into poisoned pages; `dump` names a file for what they hold at the report."""
+    def load(self, numbers):
+        """Load chunks into poisoned pages, and look at what they hold then."""
         for layer in self.layers:
             layer[_LOAD_BLOCK:] = POISON
         requests = [
@@ -188,28 +192,17 @@ class Node:
             for place, number in enumerate(numbers)
         ]
         answer = self._run(self.runner.submit_load, requests)
-        if dump:
-            self.dump(len(numbers), dump)
-        return answer
+        return {**answer, **self.wrong(numbers, answer["statuses"])}
 
-    def dump(self, num, path):
-        """Write what the pages of the last load hold now."""
-        with open(path, "wb") as file:
-            file.writelines(self._loaded(place) for place in range(num))
-        return {}
-
-    def _loaded(self, place):
-        first = _LOAD_BLOCK + place * NUM_BLOCKS
-        parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
-        return np.concatenate(parts, axis=1).tobytes()
-
-    def _num_wrong(self, wanted, statuses):
-        """Return how many chunks of the last load are not in the pages, or not untouched if they failed."""
-        expected = [
-            right if status == "ok" else untouched()
-            for right, status in zip(wanted, statuses, strict=True)
-        ]
-        return sum(self._loaded(place) != right for place, right in enumerate(expected))
+    def wrong(self, numbers, statuses):
+        """Count the chunks of the last load that are not in their pages now, or are although they failed."""
+        num_wrong = 0
+        for place, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
+            first = _LOAD_BLOCK + place * NUM_BLOCKS
+            parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
+            found = np.concatenate(parts, axis=1).tobytes()
+            num_wrong += found != (content(number) if status == "ok" else untouched())
+        return {"num_wrong": num_wrong}
 
     def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):
         """Ask as a scheduler does, every 10 ms, until all is known, or with `until_hit` a hit.
@@ -241,54 +234,40 @@ class Node:
         Ends after two good rounds in a row that began when the file `healed` was there, or at the limit.
         """
         rounds, num_good = [], 0
-        wanted = [content(number) for number in numbers]
         end = time.monotonic() + limit_s
         while num_good < 2 and time.monotonic() < end:
             is_healed = os.path.basename(healed) in os.listdir(os.path.dirname(healed))
             self.presence.forget_all()
             lookup = self.lookup(numbers)
             load = self.load(numbers)
-            num_wrong = self._num_wrong(wanted, load["statuses"])
             loaded_at = time.time()
             stored = self.store([fresh + len(rounds)])
             rounds.append(
                 {
-                    "lookup": [presence for presence, _ in lookup["answers"]],
                     "lookup_s": lookup["seconds"],
                     "load": load["statuses"],
                     "load_s": load["reported_s"],
                     "loaded_at": loaded_at,
-                    "num_wrong": num_wrong,
+                    "num_wrong": load["num_wrong"],
                     "store": stored["statuses"],
                     "stored_at": stored["ended_at"],
-                    "hung": self.runner.num_threads_hung,
-                    "slots": self.runner.num_slots_used,
                     "breaker": self.breaker.open,
                 }
             )
             good = {*load["statuses"], *stored["statuses"]} == {"ok"}
-            good = good and set(rounds[-1]["lookup"]) == {"hit"}
+            good = good and {presence for presence, _ in lookup["answers"]} == {"hit"}
             num_good = num_good + 1 if is_healed and good else 0
             time.sleep(0.05)
         return {"rounds": rounds}
 
-    def replace(self, numbers, seconds):
-        """Store chunks over themselves, again and again."""
-        said = collections.Counter()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            said.update(self.store(numbers, replace=True)["statuses"])
-        return {"said": said}
-
-    def reload(self, numbers, seconds):
-        """Load and compare chunks, again and again; `num_wrong` pages were not what they have to be."""
+    def again(self, what, seconds, **arguments):
+        """Store or load again and again; how often it said what, and how many pages were wrong."""
         said, num_wrong = collections.Counter(), 0
-        wanted = [content(number) for number in numbers]
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            statuses = self.load(numbers)["statuses"]
-            said.update(statuses)
-            num_wrong += self._num_wrong(wanted, statuses)
+            reply = getattr(self, what)(**arguments)
+            said.update(reply["statuses"])
+            num_wrong += reply.get("num_wrong", 0)
         return {"said": said, "num_wrong": num_wrong}
 
     def make_files(self, first, num):
@@ -305,30 +284,11 @@ class Node:
     def path(self, number):
         return {"path": self.store_.path(FileId(*_chunk(number)))}
 
-    def stat_until(self, path, limit_s):
-        """Poll stat() of a path until it is there, without ever opening its directory."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            with contextlib.suppress(FileNotFoundError):
-                os.stat(path)
-                return {"ended_at": time.time()}
-            time.sleep(0.01)
-        return {"ended_at": None}
-
     def hold(self, number):
         """Open a chunk's file, read of it and keep it open, as a reader that somebody else overtakes."""
-        fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
-        self._held.append(fd)
-        return {"nbytes": len(os.read(fd, 4096))}
-
-    def release(self):
-        while self._held:
-            with contextlib.suppress(OSError):
-                os.close(self._held.pop())
-        return {}
-
-    def clock(self):
-        return {"now": time.time()}
+        file = open(self.path(number=number)["path"], "rb")  # noqa: SIM115
+        self._held.append(file)
+        return {"nbytes": len(file.read(4096))}
 
     def idle(self, limit_s=_LIMIT_S):
         """Poll until nothing goes on any more; what threads and slots are then still taken."""
@@ -344,7 +304,6 @@ class Node:
             "breaker": self.breaker.open,
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
-            "seconds": time.monotonic() - start,
         }
 
     # ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared_fs.chunks import NBYTES, content, untouched
 from shared_fs.letterbox import Letterbox
 
 if TYPE_CHECKING:
@@ -51,32 +50,14 @@ class Program:
 
     def load(self, *numbers: int) -> list[str]:
         """Load and compare: what is ok holds what was stored, what is not was not touched."""
-        statuses = self.ask("load", numbers=numbers, dump=self._dump)["statuses"]
-        self._assert_pages(numbers, statuses)
-        return statuses
+        reply = self.ask("load", numbers=numbers)
+        assert reply["num_wrong"] == 0, f"chunks {numbers} are {reply['statuses']}: wrong pages"
+        return reply["statuses"]
 
     def comes_to_load(self, *numbers: int) -> bool:
         """Look until all hit, then load, as a request that comes back; False if it has to come once more."""
         self.ask("lookup", numbers=numbers, until_hit=True, limit_s=30)
         return self.load(*numbers) == ["ok"] * len(numbers)
-
-    def assert_pages_now(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
-        """The same for what the pages of the last load hold by now."""
-        self.ask("dump", num=len(numbers), path=self._dump)
-        self._assert_pages(numbers, statuses)
-
-    def _assert_pages(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
-        with open(self._dump, "rb") as file:
-            found = file.read()
-        assert len(found) == len(numbers) * NBYTES
-        for place, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
-            right = content(number) if status == "ok" else untouched()
-            same = found[place * NBYTES : (place + 1) * NBYTES] == right
-            assert same, f"chunk {number} is {status}, and its pages are wrong"
-
-    @property
-    def _dump(self) -> str:
-        return f"{self.box.directory}/dump"
 
     def look(self, *numbers: int, **options) -> list[str]:
         answers = self.ask("lookup", numbers=numbers, **options)["answers"]
