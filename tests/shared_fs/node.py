@@ -9,49 +9,37 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import sys
 import time
-from typing import BinaryIO
 
 import numpy as np
 
+from benchmarks.rig import open_namespace, open_runner
 from fskv.config import Deadline, StoreConfig
-from fskv.data_path import runner, store
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
-from fskv.data_path.transports import host
 from fskv.format.chunk_file import FileLayout
 from fskv.format.spans import GroupLayout, plan_job
 from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
-from fskv.namespace import GroupIdentity, Identity
-from fskv.root.root import Root
-from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, FileId, Presence
-from shared_fs.chunks import NUM_BLOCKS, PAGES, POISON, content, untouched
+from fskv.types import ChunkId, FileId, Presence
 from shared_fs.letterbox import serve
 
-_DEFAULTS = StoreConfig(root="/")
+# A chunk: 4 blocks of these pages are 4 rows, and no block begins where a row does.
+PAGES = (40000, 24000)  # bytes
+NUM_BLOCKS = 4
+NBYTES = NUM_BLOCKS * sum(PAGES)
+_POISON = 0x5A  # what the pages hold before a load
 _MAX_CHUNKS = 16
 _LOAD_BLOCK = _MAX_CHUNKS * NUM_BLOCKS
 _LIMIT_S = 60.0  # only bounds a hang
-_IDENTITY = Identity(
-    engine="vllm",
-    engine_version="0.33",
-    arch="cpu-x86_64",
-    model_name="org/model",
-    weights="commit:" + "a" * 40,
-    model_config={},
-    kv_cache_dtype="bfloat16",
-    model_dtype="bfloat16",
-    kv_cache_layout="HND",
-    attention_backend="CPU",
-    tokens_per_hash=16,
-    blocks_per_chunk=NUM_BLOCKS,
-    groups=(GroupIdentity(0, "full", None, 16, PAGES, ("layers.0",)),),
-    hash_algorithm="sha256",
-    hash_seed="0",
-    topology={"tp": 1},
-)
+
+
+@functools.cache
+def content(number: int) -> bytes:
+    """Return the KV of chunk `number`, known without fskv: block after block, page after page."""
+    return np.random.default_rng(number).bytes(NBYTES)
 
 
 def _chunk(number: int) -> ChunkId:
@@ -60,46 +48,35 @@ def _chunk(number: int) -> ChunkId:
 
 class Node:
     def __init__(self) -> None:
-        self.runner: runner.JobRunner | None = None
-        self.presence: PresenceIndex | None = None
+        self.runner = None
+        self.presence = None
         self._num_jobs = 0
         self._longest_call_s = 0.0
-        self._held: list[BinaryIO] = []
+        self._held = []
 
     # --- set-up -----------------------------------------------------------------------------
 
     def begin(self, root, direct_io="auto", recompute_s=0.0):
         """`recompute_s` is what computing one chunk takes, as far as lookups are concerned."""
         self.end()
-        directory = Root.open(root, create=True).open_namespace(_IDENTITY)
+        opened = functools.partial(open_namespace, root, "org/model", PAGES, NUM_BLOCKS)
+        directory = opened(create=True)
         # No tensors: torch takes 12 s to import on such a node.
         self.layers = [np.zeros((2 * _LOAD_BLOCK, page), np.uint8) for page in PAGES]
         self.layout = GroupLayout.of(0, NUM_BLOCKS, list(enumerate(PAGES)))
         file_layout = FileLayout(NUM_BLOCKS, PAGES, b"L" * 16)
-        transport = host.HostTransport(
-            [memoryview(layer.reshape(-1)) for layer in self.layers],
-            file_layout.file_nbytes,
-            probe_dir=directory.tmp_dir,
+        config = StoreConfig(
+            root=root,
             direct_io=direct_io,
+            io_threads=4,
+            staging_bytes=_MAX_CHUNKS * file_layout.file_nbytes,
         )
-        self.store_ = store.ChunkStore(
-            directory,
-            {0: file_layout},
-            transport,
-            touch_interval_s=MAX_TOUCH_INTERVAL_S,
-            restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
-        )
-        self.breaker, self.lookup_breaker = (Breaker() for _ in range(2))
-        self.runner = runner.JobRunner(
-            self.store_,
-            transport,
-            num_threads=4,
-            num_slots=_MAX_CHUNKS,
-            max_queued_chunks=_MAX_CHUNKS,
-            deadline=Deadline(20.0, 0.0, 20.0),
-            breaker=self.breaker,
-        )
-
+        self.breaker, lookup_breaker = Breaker(), Breaker()
+        memory = [memoryview(layer.reshape(-1)) for layer in self.layers]
+        self.runner = open_runner(memory, file_layout, directory, config, breaker=self.breaker)
+        self.store_ = self.runner._store
+        self.store_._restore = lambda: opened(create=False)
+        self.deadline(20.0)
         files = RankFiles(directory.path, None, {0: file_layout.file_nbytes})
 
         def probe(chunks, missed_before):
@@ -107,12 +84,12 @@ class Node:
 
         self.presence = PresenceIndex(
             probe,
-            lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
+            lookup_timeout_s=config.lookup_timeout_s,
             quarantine_s=2.0,
-            breaker=self.lookup_breaker,
+            breaker=lookup_breaker,
             recompute_s=lambda num_chunks: num_chunks * recompute_s,
         )
-        return {"description": transport.description, "directory": directory.path}
+        return {}
 
     def deadline(self, seconds):
         """Give every job from now on so long."""
@@ -186,7 +163,7 @@ class Node:
     def load(self, numbers):
         """Load chunks into poisoned pages, and look at what they hold then."""
         for layer in self.layers:
-            layer[_LOAD_BLOCK:] = POISON
+            layer[_LOAD_BLOCK:] = _POISON
         requests = [
             self._request(number, _LOAD_BLOCK + place * NUM_BLOCKS)
             for place, number in enumerate(numbers)
@@ -201,7 +178,7 @@ class Node:
             first = _LOAD_BLOCK + place * NUM_BLOCKS
             parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
             found = np.concatenate(parts, axis=1).tobytes()
-            num_wrong += found != (content(number) if status == "ok" else untouched())
+            num_wrong += found != (content(number) if status == "ok" else bytes([_POISON]) * NBYTES)
         return {"num_wrong": num_wrong}
 
     def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):

@@ -22,8 +22,8 @@ from fskv.bounds.limits import Heartbeat, Limits
 from fskv.root.filesystem import is_full_late
 from shared_fs import netns
 from shared_fs.ceph import Ceph
-from shared_fs.chunks import NBYTES
 from shared_fs.conftest import on
+from shared_fs.node import NBYTES
 
 pytestmark = [pytest.mark.shared_fs, on(Ceph)]
 

@@ -105,42 +105,38 @@ def expected():
     return lab.reference(MODEL.name)["main"]["tokens"]
 
 
-@on_the_host
-def test_a_second_client_hits_all_that_the_first_one_stored_three_times_in_a_row(
-    roots, expected, tmp_path
-):
-    steps = [lab.generate(MODEL.main_prompt(), "main"), *_STORED, {"metrics": True}]
-    (first, first_root), (_, second_root) = roots.items()
-    for number, root in enumerate((first_root, second_root, second_root, first_root)):
-        done, metrics = finished(engine(first, root, steps, tmp_path / str(number)))
-        hit = NUM_CHUNKS if number else 0
-        assert done["main"]["tokens"] == expected
-        assert done["main"]["num_cached_tokens"] == hit * CHUNK
-        counters = ("stored_chunks", "loaded_chunks", "load_failures")
-        counted = [lab.counter(metrics, name) for name in counters]
-        assert counted == [NUM_CHUNKS - hit, hit, 0]
-        if number == 0:
-            stored = lab.snapshot(second_root)
-            assert len(stored) == NUM_CHUNKS
-    assert lab.snapshot(second_root) == stored, "stored once, and nothing of it was pruned"
-
-
-@everywhere
-def test_what_one_node_stores_the_other_loads(roots, real_weights, tmp_path):
-    path, prompt, expected = real_weights
+def one_stores_the_others_hit(roots, order, prompt, path, expected, directory):
+    """Start engines on these nodes, one after the other: the first stores each chunk, the others hit all."""
     num_chunks = len(prompt) // CHUNK
     steps = [lab.generate(prompt, "main"), *_STORED, {"metrics": True}]
     seen = []
-    for (node, root), hit in zip(roots.items(), (0, num_chunks), strict=True):
-        done, metrics = finished(engine(node, root, steps, tmp_path / node.name, path=path))
+    for number, node in enumerate(order):
+        started = engine(node, roots[node], steps, directory / str(number), path=path)
+        done, metrics = finished(started)
+        hit = num_chunks if number else 0
         assert done["main"]["tokens"] == expected
         assert done["main"]["num_cached_tokens"] == hit * CHUNK
         counters = ("stored_chunks", "loaded_chunks", "load_failures")
         counted = [lab.counter(metrics, name) for name in counters]
         assert counted == [num_chunks - hit, hit, 0]
-        seen.append(chunks(node, root))
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == num_chunks
+        seen.append(chunks(node, roots[node]))
+        assert len(seen[-1]) == num_chunks
+        assert seen[-1] == seen[0], "stored once, and nothing of it was pruned"
+
+
+@on_the_host
+def test_a_second_client_hits_all_that_the_first_one_stored_three_times_in_a_row(
+    roots, expected, tmp_path
+):
+    a, b = roots
+    prompt = MODEL.main_prompt()
+    one_stores_the_others_hit(roots, (a, b, b, a), prompt, None, expected, tmp_path)
+
+
+@everywhere
+def test_what_one_node_stores_the_other_loads(roots, real_weights, tmp_path):
+    path, prompt, expected = real_weights
+    one_stores_the_others_hit(roots, roots, prompt, path, expected, tmp_path)
 
 
 @everywhere
