@@ -97,7 +97,7 @@ def chunks(node, root):
 
 
 def assert_sound(node, root):
-    node.run(f"cd {REPOSITORY} && {sys.executable} -m tools verify --root {root}")
+    node.run(f"cd {REPOSITORY} && {sys.executable} -m tools verify --read-data --root {root}")
 
 
 @pytest.fixture(scope="module")
