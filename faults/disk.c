@@ -2,681 +2,340 @@
  *
  * Loaded by LD_PRELOAD into a child process of the tests, it stands between libc and whoever calls it: the
  * interpreter, a C extension, libkvikio. It acts on paths below FSKV_DISK_FAULTS_DIR only (fds by the path that
- * /proc/self/fd gives) and does what the control file FSKV_DISK_FAULTS_SCRIPT says; without rules for an
- * operation nothing but one stat of that file is added. faults/disk.py writes the control file and
- * documents its language.
+ * /proc/self/fd gives). Its rules are in the file FSKV_DISK_FAULTS_STATE, which all these processes map;
+ * faults/disk.py writes them and documents their language.
  *
  * Invisible to it: mmap, io_uring, raw syscalls, and what libc calls inside itself (fopen's open).
  *
- * Threads: no lock at all. A script is parsed into a snapshot that never changes but for its atomic counters and is
- * published by one compare-and-swap; snapshots are never freed, a test has few. Nothing is held while a call hangs or
- * while the real call runs.
+ * Threads: no lock at all. A rule never changes but for its atomic counters, and one atomic word says which are in
+ * force. Nothing is held while a call hangs or while the real call runs.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/time.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
-#include <utime.h>
 
-#define MAX_RULES 64
-#define MAX_IDS 1000
+#define MAX_RULES 4096
 #define POLL_MS 20
 #define LONGEST_HANG_MS 60000
+#define FLIPPED_BIT 0x10
 
-enum op { OPEN, READ, PREAD, WRITE, PWRITE, FSTAT, STAT, RENAME, UNLINK, FSYNC, MKDIR, UTIME, TRUNCATE, FALLOCATE, CLOSE,
-          NUM_OPS };
-static const char *const op_names[NUM_OPS] = {
-    "open", "read", "pread", "write", "pwrite", "fstat", "stat", "rename", "unlink", "fsync", "mkdir", "utime",
-    "truncate", "fallocate", "close"};
+/* The operations, the rule and the shared state are those of faults/disk.py. */
+enum operation { OPEN, READ, PREAD, WRITE, PWRITE, FSTAT, STAT, RENAME, UNLINK, FSYNC, MKDIR, UTIME, CLOSE };
 
 struct rule {
-    enum op op;
-    int error;      /* the errno to fail with, or 0 */
-    int hang, flip, lost;
-    long slow_ms, short_nbytes, after; /* short_nbytes -1: not given */
-    long count;                        /* LONG_MAX: always */
-    long long at;                      /* of flip: this file offset, or -1: the middle of each transfer */
-    int has_budget;                    /* partial= was given */
-    _Atomic long long budget;          /* bytes that still go through */
-    _Atomic long matched;
-    int id;                            /* place in the counter file, or -1 */
     char suffix[32];
+    int64_t operation;
+    int64_t error; /* the errno to fail with, or 0 */
+    int64_t hang, flip, lost, slow_ms;
+    int64_t short_nbytes;    /* or -1 */
+    int64_t at;              /* of flip: this file offset, or -1: the middle of each transfer */
+    int64_t after, count;
+    _Atomic int64_t partial; /* how many bytes still go through, or -1: all */
+    _Atomic int64_t matched, fired;
 };
 
-struct script {
-    struct { long long ino, mtime_s, mtime_ns, size; } key;
-    unsigned ops; /* bit set of the operations that have a rule */
-    int num_rules;
+static struct shared {
+    _Atomic int64_t attached, hanging;
+    _Atomic uint64_t in_force; /* the number of the first rule << 32 | that after the last one */
     struct rule rules[MAX_RULES];
-};
+} nothing, *shared = &nothing;
 
-/* Shared with faults/disk.py, which makes the file; it alone zeroes it. */
-struct counters {
-    _Atomic uint64_t attached, hanging, scripts, bad_lines;
-    struct { _Atomic uint64_t matched, fired; } rule[MAX_IDS];
-};
-
-static char directory[PATH_MAX];
-static size_t directory_len;
-static const char *script_path;
-static struct counters no_counters;
-static struct counters *counters = &no_counters;
-static struct script no_script;
-static _Atomic(struct script *) current = &no_script;
-
-static const struct { const char *name; int value; } errnos[] = {
-#define E(name) {#name, name}
-    E(EIO), E(ENOSPC), E(EDQUOT), E(ESTALE), E(ENOENT), E(ENOTDIR), E(EACCES), E(EPERM), E(EROFS), E(EINTR), E(EAGAIN),
-    E(EINVAL), E(EBADF), E(EMFILE), E(ENFILE), E(ENOMEM), E(ETIMEDOUT), E(ENOTCONN), E(EREMOTEIO), E(EEXIST), E(EISDIR),
-    E(ELOOP), E(EFBIG), E(EBUSY), E(EOPNOTSUPP), E(ENODEV), E(ENXIO), E(ENAMETOOLONG), E(EXDEV)
-#undef E
-};
+static const char *directory = "";
 
 __attribute__((constructor)) static void begin(void)
 {
-    const char *dir = getenv("FSKV_DISK_FAULTS_DIR");
-    const char *count = getenv("FSKV_DISK_FAULTS_COUNTERS");
-    if (count) {
-        int fd = (int)syscall(SYS_openat, AT_FDCWD, count, O_RDWR | O_CLOEXEC);
-        if (fd >= 0) {
-            void *at = mmap(NULL, sizeof *counters, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-            if (at != MAP_FAILED)
-                counters = at;
-            syscall(SYS_close, fd);
-        }
-    }
-    if (dir && strlen(dir) < sizeof directory) {
-        strcpy(directory, dir);
-        directory_len = strlen(dir);
-        script_path = getenv("FSKV_DISK_FAULTS_SCRIPT");
-    }
-    counters->attached++;
+    const char *dir = getenv("FSKV_DISK_FAULTS_DIR"), *state = getenv("FSKV_DISK_FAULTS_STATE");
+    int fd = dir && state ? open(state, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return;
+    void *at = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (at == MAP_FAILED)
+        return;
+    directory = strdup(dir);
+    shared = at;
+    shared->attached++;
 }
 
-/* --- the script ------------------------------------------------------------------------------------------ */
+/* --- the rule that a call meets --------------------------------------------------------------------------- */
 
-static int parse_rule(char *line, struct rule *rule)
+static int has_rule(enum operation operation)
 {
-    char *rest = NULL, *word = strtok_r(line, " \t", &rest);
-    memset(rule, 0, sizeof *rule);
-    rule->short_nbytes = -1;
-    rule->count = LONG_MAX;
-    rule->at = -1;
-    rule->id = -1;
-    int op = 0;
-    while (op < NUM_OPS && strcmp(word, op_names[op]))
-        op++;
-    if (op == NUM_OPS)
-        return 0;
-    rule->op = (enum op)op;
-    while ((word = strtok_r(NULL, " \t", &rest))) {
-        char *value = strchr(word, '=');
-        if (value)
-            *value++ = 0;
-        if (!value && !strcmp(word, "hang")) rule->hang = 1;
-        else if (!value && !strcmp(word, "flip")) rule->flip = 1;
-        else if (!value && !strcmp(word, "lost")) rule->lost = 1;
-        else if (!value) {
-            for (size_t i = 0; i < sizeof errnos / sizeof *errnos; i++)
-                if (!strcmp(word, errnos[i].name))
-                    rule->error = errnos[i].value;
-            if (!rule->error)
-                return 0;
-        }
-        else if (!strcmp(word, "slow_ms")) rule->slow_ms = atol(value);
-        else if (!strcmp(word, "short")) rule->short_nbytes = atol(value);
-        else if (!strcmp(word, "partial")) { rule->has_budget = 1; rule->budget = atoll(value); }
-        else if (!strcmp(word, "after")) rule->after = atol(value);
-        else if (!strcmp(word, "count")) rule->count = strcmp(value, "*") ? atol(value) : LONG_MAX;
-        else if (!strcmp(word, "at")) rule->at = atoll(value);
-        else if (!strcmp(word, "id")) rule->id = atoi(value) < MAX_IDS ? atoi(value) : -1;
-        else if (!strcmp(word, "suffix") && strlen(value) < sizeof rule->suffix) strcpy(rule->suffix, value);
-        else return 0;
-    }
-    return 1;
-}
-
-static void parse(char *text, struct script *script)
-{
-    char *rest = NULL;
-    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
-        line += strspn(line, " \t");
-        if (*line == '#' || !*line)
-            continue;
-        if (script->num_rules == MAX_RULES || !parse_rule(line, &script->rules[script->num_rules])) {
-            counters->bad_lines++;
-            continue;
-        }
-        script->ops |= 1u << script->rules[script->num_rules++].op;
-    }
-}
-
-/* The script that the control file holds now. Raw syscalls: the shim must not meet itself. */
-static struct script *load(void)
-{
-    if (!script_path)
-        return &no_script;
-    for (;;) {
-        struct script *known = atomic_load(&current);
-        struct stat info;
-        if (syscall(SYS_newfstatat, AT_FDCWD, script_path, &info, 0))
-            return &no_script; /* no control file, no faults */
-        if (known->key.ino == (long long)info.st_ino && known->key.mtime_s == info.st_mtim.tv_sec &&
-            known->key.mtime_ns == info.st_mtim.tv_nsec && known->key.size == info.st_size)
-            return known;
-        int fd = (int)syscall(SYS_openat, AT_FDCWD, script_path, O_RDONLY | O_CLOEXEC);
-        if (fd < 0)
-            return &no_script;
-        char text[16384];
-        ssize_t got = syscall(SYS_read, fd, text, sizeof text - 1);
-        syscall(SYS_newfstatat, fd, "", &info, AT_EMPTY_PATH);
-        syscall(SYS_close, fd);
-        struct script *fresh = got < 0 ? NULL : calloc(1, sizeof *fresh);
-        if (!fresh)
-            return known;
-        text[got] = 0;
-        parse(text, fresh);
-        fresh->key.ino = (long long)info.st_ino;
-        fresh->key.mtime_s = info.st_mtim.tv_sec;
-        fresh->key.mtime_ns = info.st_mtim.tv_nsec;
-        fresh->key.size = info.st_size;
-        if (atomic_compare_exchange_strong(&current, &known, fresh)) {
-            counters->scripts++;
-            return fresh;
-        }
-        free(fresh); /* another thread was faster; look again */
-    }
-}
-
-static int below(const char *path)
-{
-    return directory_len && !strncmp(path, directory, directory_len) &&
-           (path[directory_len] == '/' || !path[directory_len]);
-}
-
-static int ends_with(const char *path, const char *suffix)
-{
-    size_t p = strlen(path), s = strlen(suffix);
-    return p >= s && !strcmp(path + p - s, suffix);
-}
-
-/* The rule that this call meets, or NULL. Counts the call; `other` is a second path (rename) or NULL. `start` and `stop`
- * are the file range of a transfer; a flip at a fixed offset only matches a transfer that covers it. */
-static struct rule *decide(enum op op, const char *path, const char *other, long long start, long long stop)
-{
-    struct script *script = load();
-    if (!(script->ops & 1u << op) || !(below(path) || (other && below(other))))
-        return NULL;
-    for (int i = 0; i < script->num_rules; i++) {
-        struct rule *rule = &script->rules[i];
-        if (rule->op != op || !(ends_with(path, rule->suffix) || (other && ends_with(other, rule->suffix))))
-            continue;
-        if (rule->flip && rule->at >= 0 && !(start <= rule->at && rule->at < stop))
-            continue;
-        long before = atomic_fetch_add(&rule->matched, 1);
-        if (rule->id >= 0)
-            counters->rule[rule->id].matched++;
-        if (before < rule->after || before - rule->after >= rule->count)
-            continue;
-        return rule;
-    }
-    return NULL;
-}
-
-static int still_hangs(enum op op, const char *path, const char *other)
-{
-    struct script *script = load();
-    for (int i = 0; i < script->num_rules; i++)
-        if (script->rules[i].op == op && script->rules[i].hang &&
-            (ends_with(path, script->rules[i].suffix) || (other && ends_with(other, script->rules[i].suffix))))
+    uint64_t in_force = shared->in_force;
+    for (uint32_t i = in_force >> 32; i < (uint32_t)in_force; i++)
+        if (shared->rules[i].operation == operation)
             return 1;
     return 0;
 }
 
-static void sleep_ms(long ms)
+static int fits(const struct rule *rule, const char *path)
+{
+    size_t below = strlen(directory), len = strlen(path), end = strlen(rule->suffix);
+    return !strncmp(path, directory, below) && (path[below] == '/' || !path[below]) && len >= end &&
+           !strcmp(path + len - end, rule->suffix);
+}
+
+/* The rule that is due, or NULL. Counts the call. `other` is the second path of a rename, else empty. A transfer is of
+ * the file's bytes from `start` to `stop`; a flip at a fixed offset is only of one that covers it. */
+static struct rule *decide(enum operation operation, const char *path, const char *other, int64_t start, int64_t stop)
+{
+    uint64_t in_force = shared->in_force;
+    for (uint32_t i = in_force >> 32; i < (uint32_t)in_force; i++) {
+        struct rule *rule = &shared->rules[i];
+        if (rule->operation != operation || !(fits(rule, path) || fits(rule, other)))
+            continue;
+        if (rule->flip && rule->at >= 0 && !(start <= rule->at && rule->at < stop))
+            continue;
+        int64_t before = rule->matched++ - rule->after;
+        if (0 <= before && before < rule->count)
+            return rule;
+    }
+    return NULL;
+}
+
+/* Make a path absolute, without looking at symbolic links. An empty one is that of the fd itself. */
+static void resolve(int dir, const char *path, char *full)
+{
+    static const char deleted[] = " (deleted)";
+    char link[64] = "/proc/self/cwd";
+    ssize_t len = 0;
+    full[0] = 0;
+    if (!path)
+        return;
+    if (*path != '/') {
+        if (dir != AT_FDCWD)
+            snprintf(link, sizeof link, "/proc/self/fd/%d", dir);
+        if ((len = readlink(link, full, PATH_MAX - 1)) <= 0)
+            return;
+        full[len] = 0;
+        ssize_t bare = len - (ssize_t)strlen(deleted);
+        if (bare > 0 && !strcmp(full + bare, deleted))
+            full[len = bare] = 0;
+    }
+    snprintf(full + len, PATH_MAX - len, len && *path ? "/%s" : "%s", path);
+}
+
+static void sleep_ms(int64_t ms)
 {
     struct timespec left = {ms / 1000, ms % 1000 * 1000000};
     while (nanosleep(&left, &left) && errno == EINTR)
         ;
 }
 
-static void fired(struct rule *rule)
-{
-    if (rule->id >= 0)
-        counters->rule[rule->id].fired++;
-}
+enum outcome { FAILED = -1, LOST = 0, GO_ON = 1 }; /* the first two are what most calls then return */
 
-/* Everything of a rule that comes before the real call; returns the errno to fail with, or 0. */
-static int before_call(struct rule *rule, const char *path, const char *other)
+/* All of a rule that comes before the real call. */
+static enum outcome suffer(struct rule *rule)
 {
-    if (rule->slow_ms)
-        sleep_ms(rule->slow_ms);
+    uint64_t in_force = shared->in_force;
+    int64_t error = rule->error;
+    if (rule->hang || rule->error || rule->slow_ms || rule->lost)
+        rule->fired++;
+    sleep_ms(rule->slow_ms);
     if (rule->hang) {
-        fired(rule);
-        counters->hanging++;
-        long waited = 0;
-        for (; waited < LONGEST_HANG_MS && still_hangs(rule->op, path, other); waited += POLL_MS)
+        int64_t waited = 0;
+        shared->hanging++;
+        for (; waited < LONGEST_HANG_MS && shared->in_force == in_force; waited += POLL_MS)
             sleep_ms(POLL_MS);
-        counters->hanging--;
+        shared->hanging--;
         if (waited >= LONGEST_HANG_MS)
-            return ETIMEDOUT;
-    } else if (rule->error || rule->slow_ms || rule->lost)
-        fired(rule);
-    return rule->error;
-}
-
-/* --- paths ------------------------------------------------------------------------------------------------ */
-
-static int path_of_fd(int fd, char *path)
-{
-    char link[64];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t len = syscall(SYS_readlink, link, path, PATH_MAX - 1);
-    if (len <= 0)
-        return 0;
-    path[len] = 0;
-    char *deleted = path + len - 10;
-    if (len > 10 && !strcmp(deleted, " (deleted)"))
-        *deleted = 0;
-    return 1;
-}
-
-/* Lexically absolute, symbolic links are not resolved. */
-static void absolute(int dir_fd, const char *path, char *full)
-{
-    full[0] = 0;
-    if (!path)
-        return;
-    if (*path == '/') {
-        snprintf(full, PATH_MAX, "%s", path);
-        return;
+            error = ETIMEDOUT;
     }
-    char base[PATH_MAX] = "";
-    if (dir_fd == AT_FDCWD)
-        syscall(SYS_getcwd, base, sizeof base);
-    else if (!path_of_fd(dir_fd, base))
-        return;
-    if (snprintf(full, PATH_MAX, *path ? "%s/%s" : "%s", base, path) >= PATH_MAX)
-        full[0] = 0;
+    if (error)
+        errno = (int)error;
+    return error ? FAILED : rule->lost ? LOST : GO_ON;
 }
 
-static int is_of_interest(enum op op)
+/* What a call on one path or two comes to; on an fd, if `path` is empty. */
+static enum outcome meet(enum operation operation, int dir, const char *path, int other_dir, const char *other)
 {
-    return script_path && (load()->ops & 1u << op);
-}
-
-/* The errno that a call on a path, two paths, or an fd fails with now, or 0. `lost`: pretend success. */
-static int meet_path(enum op op, int dir_fd, const char *path, int other_fd, const char *other, int *lost)
-{
-    int kept = errno, error = 0;
-    *lost = 0;
-    if (is_of_interest(op)) {
+    int kept = errno;
+    enum outcome outcome = GO_ON;
+    if (has_rule(operation)) {
         char full[PATH_MAX], full_other[PATH_MAX];
-        absolute(dir_fd, path, full);
-        absolute(other_fd, other, full_other);
-        const char *second = other ? full_other : NULL;
-        struct rule *rule = decide(op, full, second, 0, LLONG_MAX);
-        if (rule) {
-            error = before_call(rule, full, second);
-            *lost = rule->lost;
-        }
+        resolve(dir, path, full);
+        resolve(other_dir, other, full_other);
+        struct rule *rule = decide(operation, full, full_other, 0, LLONG_MAX);
+        if (rule)
+            outcome = suffer(rule);
     }
-    errno = error ? error : kept;
-    return error;
+    if (outcome != FAILED)
+        errno = kept;
+    return outcome;
 }
-
-static int meet_fd(enum op op, int fd, int *lost)
-{
-    int kept = errno, error = 0;
-    *lost = 0;
-    char path[PATH_MAX];
-    if (is_of_interest(op) && path_of_fd(fd, path)) {
-        struct rule *rule = decide(op, path, NULL, 0, LLONG_MAX);
-        if (rule) {
-            error = before_call(rule, path, NULL);
-            *lost = rule->lost;
-        }
-    }
-    errno = error ? error : kept;
-    return error;
-}
-
-/* --- the real functions ----------------------------------------------------------------------------------- */
-
-#define REAL(result, name, ...)                                             \
-    static result (*real)(__VA_ARGS__);                                     \
-    if (!real)                                                              \
-        *(void **)&real = dlsym(RTLD_NEXT, #name)
-
-/* A call on one path: fails, is lost, or goes through. */
-#define PATH_CALL(result, name, op, dir, path, other_dir, other, parameters, arguments, ...) \
-    result name parameters                                                  \
-    {                                                                       \
-        REAL(result, name, __VA_ARGS__);                                    \
-        int lost;                                                           \
-        if (meet_path(op, dir, path, other_dir, other, &lost))              \
-            return -1;                                                      \
-        return lost ? 0 : real arguments;                                   \
-    }
-
-#define FD_CALL(name, op, parameters, arguments, ...)                       \
-    int name parameters                                                     \
-    {                                                                       \
-        REAL(int, name, __VA_ARGS__);                                       \
-        int lost;                                                           \
-        if (meet_fd(op, fd, &lost))                                         \
-            return -1;                                                      \
-        return lost ? 0 : real arguments;                                   \
-    }
-
-#define OPEN_CALL(name)                                                     \
-    int name(const char *path, int flags, ...)                              \
-    {                                                                       \
-        REAL(int, name, const char *, int, ...);                            \
-        va_list more;                                                       \
-        va_start(more, flags);                                              \
-        mode_t mode = __OPEN_NEEDS_MODE(flags) ? va_arg(more, mode_t) : 0;  \
-        va_end(more);                                                       \
-        int lost;                                                           \
-        return meet_path(OPEN, AT_FDCWD, path, 0, NULL, &lost) ? -1 : real(path, flags, mode); \
-    }
-
-#define OPENAT_CALL(name)                                                   \
-    int name(int dir, const char *path, int flags, ...)                     \
-    {                                                                       \
-        REAL(int, name, int, const char *, int, ...);                       \
-        va_list more;                                                       \
-        va_start(more, flags);                                              \
-        mode_t mode = __OPEN_NEEDS_MODE(flags) ? va_arg(more, mode_t) : 0;  \
-        va_end(more);                                                       \
-        int lost;                                                           \
-        return meet_path(OPEN, dir, path, 0, NULL, &lost) ? -1 : real(dir, path, flags, mode); \
-    }
-
-OPEN_CALL(open)
-OPEN_CALL(open64)
-OPENAT_CALL(openat)
-OPENAT_CALL(openat64)
-/* What open and openat are called in code that was compiled with _FORTIFY_SOURCE. */
-PATH_CALL(int, __open_2, OPEN, AT_FDCWD, path, 0, NULL, (const char *path, int flags), (path, flags), const char *, int)
-PATH_CALL(int, __open64_2, OPEN, AT_FDCWD, path, 0, NULL, (const char *path, int flags), (path, flags), const char *, int)
-PATH_CALL(int, __openat_2, OPEN, dir, path, 0, NULL, (int dir, const char *path, int flags), (dir, path, flags), int,
-          const char *, int)
-PATH_CALL(int, __openat64_2, OPEN, dir, path, 0, NULL, (int dir, const char *path, int flags), (dir, path, flags), int,
-          const char *, int)
-PATH_CALL(int, creat, OPEN, AT_FDCWD, path, 0, NULL, (const char *path, mode_t mode), (path, mode), const char *, mode_t)
-PATH_CALL(int, creat64, OPEN, AT_FDCWD, path, 0, NULL, (const char *path, mode_t mode), (path, mode), const char *, mode_t)
-
-PATH_CALL(int, rename, RENAME, AT_FDCWD, from, AT_FDCWD, to, (const char *from, const char *to), (from, to), const char *,
-          const char *)
-PATH_CALL(int, renameat, RENAME, from_dir, from, to_dir, to, (int from_dir, const char *from, int to_dir, const char *to),
-          (from_dir, from, to_dir, to), int, const char *, int, const char *)
-PATH_CALL(int, renameat2, RENAME, from_dir, from, to_dir, to,
-          (int from_dir, const char *from, int to_dir, const char *to, unsigned int flags),
-          (from_dir, from, to_dir, to, flags), int, const char *, int, const char *, unsigned int)
-PATH_CALL(int, unlink, UNLINK, AT_FDCWD, path, 0, NULL, (const char *path), (path), const char *)
-PATH_CALL(int, unlinkat, UNLINK, dir, path, 0, NULL, (int dir, const char *path, int flags), (dir, path, flags), int,
-          const char *, int)
-PATH_CALL(int, mkdir, MKDIR, AT_FDCWD, path, 0, NULL, (const char *path, mode_t mode), (path, mode), const char *, mode_t)
-PATH_CALL(int, mkdirat, MKDIR, dir, path, 0, NULL, (int dir, const char *path, mode_t mode), (dir, path, mode), int,
-          const char *, mode_t)
-PATH_CALL(int, utimensat, UTIME, dir, path, 0, NULL,
-          (int dir, const char *path, const struct timespec times[2], int flags), (dir, path, times, flags), int,
-          const char *, const struct timespec *, int)
-PATH_CALL(int, utimes, UTIME, AT_FDCWD, path, 0, NULL, (const char *path, const struct timeval times[2]), (path, times),
-          const char *, const struct timeval *)
-FD_CALL(futimens, UTIME, (int fd, const struct timespec times[2]), (fd, times), int, const struct timespec *)
-FD_CALL(futimes, UTIME, (int fd, const struct timeval times[2]), (fd, times), int, const struct timeval *)
-PATH_CALL(int, truncate, TRUNCATE, AT_FDCWD, path, 0, NULL, (const char *path, off_t len), (path, len), const char *, off_t)
-PATH_CALL(int, truncate64, TRUNCATE, AT_FDCWD, path, 0, NULL, (const char *path, off64_t len), (path, len), const char *,
-          off64_t)
-FD_CALL(ftruncate, TRUNCATE, (int fd, off_t len), (fd, len), int, off_t)
-FD_CALL(ftruncate64, TRUNCATE, (int fd, off64_t len), (fd, len), int, off64_t)
-FD_CALL(fsync, FSYNC, (int fd), (fd), int)
-FD_CALL(fdatasync, FSYNC, (int fd), (fd), int)
-FD_CALL(fallocate, FALLOCATE, (int fd, int mode, off_t start, off_t len), (fd, mode, start, len), int, int, off_t, off_t)
-FD_CALL(fallocate64, FALLOCATE, (int fd, int mode, off64_t start, off64_t len), (fd, mode, start, len), int, int, off64_t,
-        off64_t)
-
-/* These two give the error back instead of setting errno. */
-#define POSIX_FALLOCATE(name, offset)                                       \
-    int name(int fd, offset start, offset len)                              \
-    {                                                                       \
-        REAL(int, name, int, offset, offset);                               \
-        int lost, error = meet_fd(FALLOCATE, fd, &lost);                    \
-        return error || lost ? error : real(fd, start, len);                \
-    }
-POSIX_FALLOCATE(posix_fallocate, off_t)
-POSIX_FALLOCATE(posix_fallocate64, off64_t)
-
-/* The fd is closed all the same, as Linux and NFS do when close reports a lost write. */
-int close(int fd)
-{
-    REAL(int, close, int);
-    int lost, error = meet_fd(CLOSE, fd, &lost), result = real(fd);
-    if (error) {
-        errno = error;
-        return -1;
-    }
-    return result;
-}
-
-#define STAT_CALL(name, info_type)                                          \
-    PATH_CALL(int, name, STAT, AT_FDCWD, path, 0, NULL, (const char *restrict path, info_type *restrict info), \
-              (path, info), const char *, info_type *)
-#define FSTAT_CALL(name, info_type) FD_CALL(name, FSTAT, (int fd, info_type *info), (fd, info), int, info_type *)
-#define FSTATAT_CALL(name, info_type)                                       \
-    int name(int dir, const char *restrict path, info_type *restrict info, int flags) \
-    {                                                                       \
-        REAL(int, name, int, const char *, info_type *, int);               \
-        int lost, of_fd = flags & AT_EMPTY_PATH && path && !*path;          \
-        if (of_fd ? meet_fd(FSTAT, dir, &lost) : meet_path(STAT, dir, path, 0, NULL, &lost)) \
-            return -1;                                                      \
-        return real(dir, path, info, flags);                                \
-    }
-STAT_CALL(stat, struct stat)
-STAT_CALL(stat64, struct stat64)
-STAT_CALL(lstat, struct stat)
-STAT_CALL(lstat64, struct stat64)
-FSTAT_CALL(fstat, struct stat)
-FSTAT_CALL(fstat64, struct stat64)
-FSTATAT_CALL(fstatat, struct stat)
-FSTATAT_CALL(fstatat64, struct stat64)
-
-int statx(int dir, const char *restrict path, int flags, unsigned int mask, struct statx *restrict info)
-{
-    REAL(int, statx, int, const char *, int, unsigned int, struct statx *);
-    int lost, of_fd = flags & AT_EMPTY_PATH && path && !*path;
-    if (of_fd ? meet_fd(FSTAT, dir, &lost) : meet_path(STAT, dir, path, 0, NULL, &lost))
-        return -1;
-    return real(dir, path, flags, mask, info);
-}
-
-/* What binaries that were linked before glibc 2.33 call instead. */
-#define OLD_STAT(name, info_type)                                           \
-    PATH_CALL(int, name, STAT, AT_FDCWD, path, 0, NULL, (int version, const char *path, info_type *info), \
-              (version, path, info), int, const char *, info_type *)
-#define OLD_FSTAT(name, info_type)                                          \
-    FD_CALL(name, FSTAT, (int version, int fd, info_type *info), (version, fd, info), int, int, info_type *)
-OLD_STAT(__xstat, struct stat)
-OLD_STAT(__xstat64, struct stat64)
-OLD_STAT(__lxstat, struct stat)
-OLD_STAT(__lxstat64, struct stat64)
-OLD_FSTAT(__fxstat, struct stat)
-OLD_FSTAT(__fxstat64, struct stat64)
 
 /* --- transfers -------------------------------------------------------------------------------------------- */
 
-static size_t total(const struct iovec *iov, int num)
+static int64_t total(const struct iovec *iov, long num)
 {
-    size_t nbytes = 0;
-    for (int i = 0; i < num; i++)
+    int64_t nbytes = 0;
+    for (long i = 0; i < num; i++)
         nbytes += iov[i].iov_len;
     return nbytes;
 }
 
-/* The byte `at` of a vector. */
-static unsigned char *byte_at(const struct iovec *iov, size_t at)
-{
-    for (; at >= iov->iov_len; iov++)
-        at -= iov->iov_len;
-    return (unsigned char *)iov->iov_base + at;
-}
-
-static ssize_t plain_transfer(int writes, int fd, const struct iovec *iov, int num, off64_t at)
-{
-    /* at -1: at the file position */
-    if (writes)
-        return at < 0 ? syscall(SYS_writev, fd, iov, num) : syscall(SYS_pwritev, fd, iov, num, at, 0L);
-    return at < 0 ? syscall(SYS_readv, fd, iov, num) : syscall(SYS_preadv, fd, iov, num, at, 0L);
-}
-
-/* Do a transfer under `rule`. */
-static ssize_t faulty_transfer(struct rule *rule, const char *path, int writes, int fd, const struct iovec *iov, int num,
-                               off64_t at)
-{
-    size_t nbytes = total(iov, num), allowed = nbytes;
-    if (rule->has_budget) {
-        /* Like a disk with so many bytes left: what fits goes through, then the error. */
-        long long left = atomic_load(&rule->budget), taken;
-        do
-            taken = left < (long long)nbytes ? left : (long long)nbytes;
-        while (!atomic_compare_exchange_weak(&rule->budget, &left, left - taken));
-        if (taken == (long long)nbytes)
-            return plain_transfer(writes, fd, iov, num, at);
-        allowed = (size_t)taken;
-    }
-    if (!rule->has_budget || !allowed) {
-        int error = before_call(rule, path, NULL);
-        if (error) {
-            errno = error;
-            return -1;
-        }
-        if (rule->lost)
-            return (ssize_t)nbytes;
-    } else
-        fired(rule);
-    if (rule->short_nbytes >= 0 && (size_t)rule->short_nbytes < nbytes) {
-        allowed = (size_t)rule->short_nbytes;
-        fired(rule);
-        if (!allowed)
-            return 0;
-    }
-    struct iovec cut[num > 0 ? num : 1];
-    int num_cut = 0;
-    for (size_t left = allowed; num_cut < num && left; num_cut++) {
-        cut[num_cut] = iov[num_cut];
-        if (cut[num_cut].iov_len > left)
-            cut[num_cut].iov_len = left;
-        left -= cut[num_cut].iov_len;
-    }
-    if (!rule->flip)
-        return plain_transfer(writes, fd, cut, num_cut, at);
-    if (!writes) {
-        ssize_t got = plain_transfer(0, fd, cut, num_cut, at);
-        if (got > 0) {
-            size_t place = rule->at >= 0 && at >= 0 ? (size_t)(rule->at - at) : (size_t)got / 2;
-            if (place < (size_t)got) {
-                *byte_at(cut, place) ^= 0x10;
-                fired(rule);
-            }
-        }
-        return got;
-    }
-    /* Not in the caller's memory: what is damaged is the disk. */
-    void *copy = NULL;
-    if (!allowed || posix_memalign(&copy, 4096, allowed))
-        return plain_transfer(1, fd, cut, num_cut, at);
-    size_t done = 0;
-    for (int i = 0; i < num_cut; done += cut[i++].iov_len)
-        memcpy((char *)copy + done, cut[i].iov_base, cut[i].iov_len);
-    size_t place = rule->at >= 0 && at >= 0 ? (size_t)(rule->at - at) : allowed / 2;
-    if (place < allowed) {
-        ((unsigned char *)copy)[place] ^= 0x10;
-        fired(rule);
-    }
-    struct iovec one = {copy, allowed};
-    ssize_t wrote = plain_transfer(1, fd, &one, 1, at);
-    int kept = errno;
-    free(copy);
-    errno = kept;
-    return wrote;
-}
-
-/* The rule of a transfer and the path of its fd. */
-static struct rule *meet_transfer(enum op op, int fd, size_t nbytes, off64_t at, char *path)
+static struct rule *rule_of_transfer(enum operation operation, int fd, int64_t nbytes, int64_t at)
 {
     int kept = errno;
+    char path[PATH_MAX];
     struct rule *rule = NULL;
-    if (is_of_interest(op) && path_of_fd(fd, path))
-        rule = decide(op, path, NULL, at < 0 ? 0 : at, at < 0 ? LLONG_MAX : at + (long long)nbytes);
+    if (has_rule(operation)) {
+        resolve(fd, "", path);
+        rule = decide(operation, path, "", at < 0 ? 0 : at, at < 0 ? LLONG_MAX : at + nbytes);
+    }
     errno = kept;
     return rule;
 }
 
-#define VECTOR_TRANSFER(name, op, writes, at, parameters, arguments, ...)  \
-    ssize_t name parameters                                                 \
-    {                                                                       \
-        REAL(ssize_t, name, __VA_ARGS__);                                   \
-        char path[PATH_MAX];                                                \
-        struct rule *rule = meet_transfer(op, fd, total(iov, num), at, path); \
-        return rule ? faulty_transfer(rule, path, writes, fd, iov, num, at) : real arguments; \
-    }
-#define TRANSFER(name, op, writes, at, parameters, arguments, ...)          \
-    ssize_t name parameters                                                 \
-    {                                                                       \
-        REAL(ssize_t, name, __VA_ARGS__);                                   \
-        char path[PATH_MAX];                                                \
-        struct iovec one = {(void *)buf, nbytes};                           \
-        struct rule *rule = meet_transfer(op, fd, nbytes, at, path);        \
-        return rule ? faulty_transfer(rule, path, writes, fd, &one, 1, at) : real arguments; \
-    }
+/* Flip a bit of the `nbytes` that are moved. */
+static void flip(struct rule *rule, const struct iovec *iov, int64_t at, int64_t nbytes)
+{
+    int64_t place = rule->at >= 0 && at >= 0 ? rule->at - at : nbytes / 2;
+    if (place >= nbytes)
+        return;
+    for (; place >= (int64_t)iov->iov_len; iov++)
+        place -= iov->iov_len;
+    ((unsigned char *)iov->iov_base)[place] ^= FLIPPED_BIT;
+    rule->fired++;
+}
 
-TRANSFER(read, READ, 0, -1, (int fd, void *buf, size_t nbytes), (fd, buf, nbytes), int, void *, size_t)
-TRANSFER(pread, PREAD, 0, at, (int fd, void *buf, size_t nbytes, off_t at), (fd, buf, nbytes, at), int, void *, size_t,
-         off_t)
-TRANSFER(pread64, PREAD, 0, at, (int fd, void *buf, size_t nbytes, off64_t at), (fd, buf, nbytes, at), int, void *, size_t,
-         off64_t)
-TRANSFER(__read_chk, READ, 0, -1, (int fd, void *buf, size_t nbytes, size_t room), (fd, buf, nbytes, room), int, void *,
-         size_t, size_t)
-TRANSFER(__pread_chk, PREAD, 0, at, (int fd, void *buf, size_t nbytes, off_t at, size_t room), (fd, buf, nbytes, at, room),
-         int, void *, size_t, off_t, size_t)
-TRANSFER(__pread64_chk, PREAD, 0, at, (int fd, void *buf, size_t nbytes, off64_t at, size_t room),
-         (fd, buf, nbytes, at, room), int, void *, size_t, off64_t, size_t)
-TRANSFER(write, WRITE, 1, -1, (int fd, const void *buf, size_t nbytes), (fd, buf, nbytes), int, const void *, size_t)
-TRANSFER(pwrite, PWRITE, 1, at, (int fd, const void *buf, size_t nbytes, off_t at), (fd, buf, nbytes, at), int,
-         const void *, size_t, off_t)
-TRANSFER(pwrite64, PWRITE, 1, at, (int fd, const void *buf, size_t nbytes, off64_t at), (fd, buf, nbytes, at), int,
-         const void *, size_t, off64_t)
-VECTOR_TRANSFER(readv, READ, 0, -1, (int fd, const struct iovec *iov, int num), (fd, iov, num), int, const struct iovec *,
-                int)
-VECTOR_TRANSFER(writev, WRITE, 1, -1, (int fd, const struct iovec *iov, int num), (fd, iov, num), int,
-                const struct iovec *, int)
-#define POSITIONAL(name, op, writes, offset)                                \
-    VECTOR_TRANSFER(name, op, writes, at, (int fd, const struct iovec *iov, int num, offset at), (fd, iov, num, at), int, \
-                    const struct iovec *, int, offset)
-#define POSITIONAL_2(name, op, writes, offset)                              \
-    VECTOR_TRANSFER(name, op, writes, at, (int fd, const struct iovec *iov, int num, offset at, int flags), \
-                    (fd, iov, num, at, flags), int, const struct iovec *, int, offset, int)
-POSITIONAL(preadv, PREAD, 0, off_t)
-POSITIONAL(preadv64, PREAD, 0, off64_t)
-POSITIONAL(pwritev, PWRITE, 1, off_t)
-POSITIONAL(pwritev64, PWRITE, 1, off64_t)
-POSITIONAL_2(preadv2, PREAD, 0, off_t)
-POSITIONAL_2(preadv64v2, PREAD, 0, off64_t)
-POSITIONAL_2(pwritev2, PWRITE, 1, off_t)
-POSITIONAL_2(pwritev64v2, PWRITE, 1, off64_t)
+/* Do a transfer under a rule, at a file offset or (-1) at the file's position. */
+static long faulty_transfer(struct rule *rule, int fd, const struct iovec *iov, long num, int64_t at)
+{
+    int writes = rule->operation == WRITE || rule->operation == PWRITE;
+    int64_t nbytes = total(iov, num), allowed = nbytes, left = rule->partial;
+    if (left >= 0) {
+        /* Like a disk with so many bytes left: what fits goes through, then the error. */
+        do
+            allowed = left < nbytes ? left : nbytes;
+        while (!atomic_compare_exchange_weak(&rule->partial, &left, left - allowed));
+    }
+    if (left < 0 || !allowed) {
+        enum outcome outcome = suffer(rule);
+        if (outcome != GO_ON)
+            return outcome == FAILED ? -1 : nbytes;
+    }
+    if (rule->short_nbytes >= 0 && rule->short_nbytes < allowed)
+        allowed = rule->short_nbytes;
+    if (allowed < nbytes)
+        rule->fired++;
+    struct iovec cut[num + 1];
+    long num_cut = 0;
+    for (size_t rest = allowed; num_cut < num && rest; rest -= cut[num_cut++].iov_len) {
+        cut[num_cut] = iov[num_cut];
+        if (cut[num_cut].iov_len > rest)
+            cut[num_cut].iov_len = rest;
+    }
+    if (rule->flip && writes)
+        flip(rule, cut, at, allowed);
+    long number = writes ? (at < 0 ? SYS_writev : SYS_pwritev) : (at < 0 ? SYS_readv : SYS_preadv);
+    long moved = syscall(number, fd, cut, num_cut, at, 0L);
+    if (rule->flip && (writes || moved > 0)) /* what is damaged of a write is the disk, not the caller's memory */
+        flip(rule, cut, at, writes ? allowed : moved);
+    return moved;
+}
+
+/* --- libc's functions --------------------------------------------------------------------------------------- */
+
+/* On 64-bit Linux the first six integers and pointers of a call are in registers, whatever their types are and whether
+ * or not the function is variadic. So all functions here have one signature, and pass on what they do not know. */
+typedef long function(long, long, long, long, long, long);
+
+#define SHIM(name, ...)                                                              \
+    function shim_##name __asm__(#name);                                             \
+    long shim_##name(long a, long b, long c, long d, long e, long f)                 \
+    {                                                                                \
+        static function *real;                                                       \
+        if (!real)                                                                   \
+            *(void **)&real = dlsym(RTLD_NEXT, #name);                               \
+        __VA_ARGS__                                                                  \
+    }
+#define REAL real(a, b, c, d, e, f)
+#define ON_PATHS(name, operation, dir, path, other_dir, other)                       \
+    SHIM(name, enum outcome outcome = meet(operation, (int)(dir), (const char *)(path), (int)(other_dir), \
+                                           (const char *)(other));                   \
+         return outcome == GO_ON ? REAL : outcome;)
+#define ON_PATH(name, operation, dir, path) ON_PATHS(name, operation, dir, path, AT_FDCWD, NULL)
+#define ON_FD(name, operation, fd) ON_PATH(name, operation, fd, "")
+/* Of a path, or of an fd where the path is empty (AT_EMPTY_PATH). Rust asks with NULL whether there is such a call. */
+#define STAT_AT(name, dir, path) ON_PATH(name, (path) && !*(const char *)(path) ? FSTAT : STAT, dir, path)
+#define TRANSFER(name, operation, iov, num, at)                                      \
+    SHIM(name, struct iovec buffer = {(void *)b, (size_t)c}; (void)buffer;           \
+         struct rule *rule = rule_of_transfer(operation, (int)a, total(iov, num), at); \
+         return rule ? faulty_transfer(rule, (int)a, iov, num, at) : REAL;)
+#define BUFFER(name, operation, at) TRANSFER(name, operation, &buffer, 1, at)
+#define VECTOR(name, operation, at) TRANSFER(name, operation, (const struct iovec *)b, c, at)
+/* A name that is the same function here. */
+#define ALSO(name, of) __asm__(".globl " #name "\n.set " #name ", " #of);
+
+ON_PATH(open, OPEN, AT_FDCWD, a)
+ON_PATH(openat, OPEN, a, b)
+ON_PATHS(rename, RENAME, AT_FDCWD, a, AT_FDCWD, b)
+ON_PATHS(renameat, RENAME, a, b, c, d)
+ON_PATHS(renameat2, RENAME, a, b, c, d)
+ON_PATH(unlink, UNLINK, AT_FDCWD, a)
+ON_PATH(unlinkat, UNLINK, a, b)
+ON_PATH(mkdir, MKDIR, AT_FDCWD, a)
+ON_PATH(mkdirat, MKDIR, a, b)
+ON_PATH(utimensat, UTIME, a, b)
+ON_FD(futimens, UTIME, a)
+ON_FD(fsync, FSYNC, a)
+ON_FD(fdatasync, FSYNC, a)
+ON_PATH(stat, STAT, AT_FDCWD, a)
+ON_PATH(lstat, STAT, AT_FDCWD, a)
+ON_FD(fstat, FSTAT, a)
+STAT_AT(fstatat, a, b)
+STAT_AT(statx, a, b)
+/* The fd is closed all the same, as Linux and NFS do when close reports a lost write. */
+SHIM(close, enum outcome outcome = meet(CLOSE, (int)a, "", AT_FDCWD, NULL); int kept = errno; long result = REAL;
+     if (outcome == GO_ON) return result; errno = kept; return outcome;)
+BUFFER(read, READ, -1)
+BUFFER(write, WRITE, -1)
+BUFFER(pread, PREAD, d)
+BUFFER(pwrite, PWRITE, d)
+VECTOR(readv, READ, -1)
+VECTOR(writev, WRITE, -1)
+VECTOR(preadv, PREAD, d)
+VECTOR(pwritev, PWRITE, d)
+VECTOR(preadv2, PREAD, d)
+VECTOR(pwritev2, PWRITE, d)
+
+ALSO(open64, open)
+ALSO(openat64, openat)
+ALSO(stat64, stat)
+ALSO(lstat64, lstat)
+ALSO(fstat64, fstat)
+ALSO(fstatat64, fstatat)
+ALSO(pread64, pread)
+ALSO(pwrite64, pwrite)
+ALSO(preadv64, preadv)
+ALSO(pwritev64, pwritev)
+ALSO(preadv64v2, preadv2)
+ALSO(pwritev64v2, pwritev2)
+/* In code that was compiled with _FORTIFY_SOURCE. */
+ALSO(__open_2, open)
+ALSO(__open64_2, open)
+ALSO(__openat_2, openat)
+ALSO(__openat64_2, openat)
+ALSO(__read_chk, read)
+ALSO(__pread_chk, pread)
+ALSO(__pread64_chk, pread)
+/* In code that was linked before glibc 2.33; the first argument is a version. */
+ON_PATH(__xstat, STAT, AT_FDCWD, b)
+ON_PATH(__lxstat, STAT, AT_FDCWD, b)
+ON_FD(__fxstat, FSTAT, b)
+ALSO(__xstat64, __xstat)
+ALSO(__lxstat64, __lxstat)
+ALSO(__fxstat64, __fxstat)

@@ -3,16 +3,16 @@
 `FaultTransport` (transport.py) replaces a transport; this reaches what is below any of them, be it the
 interpreter, a C extension or a foreign library. A rule is a line of words:
 
-    OPERATION WHAT... [suffix=.kv] [after=N] [count=N|*]
+    OPERATION WHAT... [suffix=.kv] [after=N] [count=N]
 
 OPERATION is a family of libc calls, whatever their variant (64, at, 2, v, x):
 
-    open read pread write pwrite fstat stat rename unlink fsync mkdir utime truncate fallocate close
+    open read pread write pwrite fstat stat rename unlink fsync mkdir utime close
 
 WHAT is one or more of
 
     EIO, ENOSPC, ...  fail with this errno. `close` closes all the same
-    hang              until the script no longer says so (60 s at most); then go on, or fail with the errno
+    hang              until the next `set` or `clear` (60 s at most); then go on, or fail with the errno
     slow_ms=N         wait so long first
     short=N           a transfer moves at most N bytes; 0 is the end of the file
     partial=N         N bytes in all go through, then the errno: a disk that is nearly full
@@ -21,27 +21,70 @@ WHAT is one or more of
     lost              say that it was done, and do nothing
 
 Only paths that end with `suffix` count; of a rename, either of both. The first `after` calls pass, then
-`count` of them meet the fault (`*`, the default: all). The first rule that is due is what happens. Counts
-are per process and start anew with every `set`.
+`count` of them meet the fault (all, if it is not given). The first rule that is due is what happens. Counts
+are of all processes together, and start anew with every `set`.
 
 A test that never saw its fault has shown nothing: assert `fired`.
 """
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+import errno
 import json
 import mmap
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-_MAX_IDS = 1000
-_HEADER = struct.Struct("=QQQQ")  # attached, hanging, scripts, bad lines: struct counters
-_RULE = struct.Struct("=QQ")  # matched, fired
+_OPERATIONS = (
+    *("open", "read", "pread", "write", "pwrite", "fstat", "stat", "rename", "unlink"),
+    *("fsync", "mkdir", "utime", "close"),
+)
+_FLAGS = ("hang", "flip", "lost")
+# The words that take a number, and what it is where they are not given.
+_NUMBERS = {"slow_ms": 0, "short": -1, "at": -1, "after": 0, "count": 1 << 62, "partial": -1}
+_MAX_RULES = 4096
+
+
+class _Rule(ctypes.Structure):
+    """`struct rule` of disk.c."""
+
+    _fields_ = (
+        ("suffix", ctypes.c_char * 32),
+        *((name, ctypes.c_int64) for name in ("operation", "error", *_FLAGS, *_NUMBERS)),
+        *((name, ctypes.c_int64) for name in ("matched", "fired")),
+    )
+
+    def read(self, text: str) -> None:
+        """Become the rule of a line; raises ValueError or AttributeError for one that makes no sense."""
+        operation, *words = text.split()
+        self.operation = _OPERATIONS.index(operation)
+        for name, number in _NUMBERS.items():
+            setattr(self, name, number)
+        for word in words:
+            name, _, value = word.partition("=")
+            if name == "suffix":
+                self.suffix = value.encode()
+            elif name in _FLAGS:
+                setattr(self, name, 1)
+            elif name in _NUMBERS:
+                setattr(self, name, int(value))
+            else:
+                self.error = getattr(errno, word)
+
+
+class _Shared(ctypes.Structure):
+    """`struct shared` of disk.c."""
+
+    _fields_ = (
+        ("attached", ctypes.c_int64),
+        ("hanging", ctypes.c_int64),
+        ("in_force", ctypes.c_uint64),
+        ("rules", _Rule * _MAX_RULES),
+    )
 
 
 def _before(first: str, variable: str) -> str:
@@ -65,21 +108,18 @@ def build_library(directory: str) -> str | None:
 class DiskFaults:
     """The faults of the child processes that are started with `env`, on paths below `directory`.
 
-    `state` is a directory of its own, outside of `directory`, for the control and the counter file.
+    `state` is a file, outside of `directory`, for the rules and their counters.
     """
 
     def __init__(self, library: str, directory: Path, state: Path) -> None:
         self._library = library
         self._directory = os.path.realpath(directory)
-        state.mkdir(parents=True, exist_ok=True)
-        self._script = state / "script"
-        self._new_script = state / "script.new"
-        self._counter_path = state / "counters"
-        with self._counter_path.open("w+b") as file:
-            file.truncate(_HEADER.size + _MAX_IDS * _RULE.size)
-            self._counters = mmap.mmap(file.fileno(), 0)
-        self._ids = itertools.count()
-        self._current: dict[str, int] = {}
+        self._state = state
+        with state.open("w+b") as file:
+            file.truncate(ctypes.sizeof(_Shared))
+            self._shared = _Shared.from_buffer(mmap.mmap(file.fileno(), 0))
+        self._num_rules = 0
+        self._rules: dict[str, _Rule] = {}
 
     def env(self) -> dict[str, str]:
         """Return what a child's environment needs on top of its own.
@@ -91,57 +131,48 @@ class DiskFaults:
             "LD_PRELOAD": _before(name, "LD_PRELOAD"),
             "LD_LIBRARY_PATH": _before(directory, "LD_LIBRARY_PATH"),
             "FSKV_DISK_FAULTS_DIR": self._directory,
-            "FSKV_DISK_FAULTS_SCRIPT": str(self._script),
-            "FSKV_DISK_FAULTS_COUNTERS": str(self._counter_path),
+            "FSKV_DISK_FAULTS_STATE": str(self._state),
         }
 
     def set(self, *rules: str) -> None:
         """Put these rules, each a different line, in the place of all others; from the next call on."""
-        self._current = {rule: next(self._ids) for rule in rules}
-        assert len(self._current) == len(rules), "a rule is given twice"
-        assert all(number < _MAX_IDS for number in self._current.values()), "too many rules"
-        lines = [f"{rule} id={number}\n" for rule, number in self._current.items()]
-        self._new_script.write_text("".join(lines))
-        os.replace(self._new_script, self._script)
+        self._rules = {}
+        for text in rules:
+            rule = self._shared.rules[self._num_rules + len(self._rules)]
+            rule.read(text)
+            self._rules[text] = rule
+        assert len(self._rules) == len(rules), "a rule is given twice"
+        self._put_in_force(len(rules))
 
     def clear(self) -> None:
         """No faults from now on; what hangs goes on. `fired` still knows the last rules."""
-        self._new_script.write_text("")
-        os.replace(self._new_script, self._script)
+        self._put_in_force(0)
+
+    def _put_in_force(self, num_new: int) -> None:
+        first = self._num_rules
+        self._num_rules += num_new
+        self._shared.in_force = first << 32 | self._num_rules
 
     def fired(self, rule: str | None = None) -> int:
         """Return how often a rule of the last `set`, or any of them, made a fault."""
-        return self._count(rule, 1)
+        return sum(each.fired for each in self._of(rule))
 
     def matched(self, rule: str | None = None) -> int:
         """Return how many calls a rule of the last `set`, or any of them, was looked up for and fits."""
-        return self._count(rule, 0)
+        return sum(each.matched for each in self._of(rule))
+
+    def _of(self, rule: str | None) -> list[_Rule]:
+        return list(self._rules.values()) if rule is None else [self._rules[rule]]
 
     @property
     def attached(self) -> int:
         """How many processes have loaded the shim."""
-        return self._header()[0]
+        return self._shared.attached
 
     @property
     def num_hanging(self) -> int:
         """How many calls hang now."""
-        return self._header()[1]
-
-    @property
-    def num_bad_lines(self) -> int:
-        """How many lines no process could read: a mistake in a test."""
-        return self._header()[3]
-
-    def _header(self) -> tuple[int, ...]:
-        return _HEADER.unpack_from(self._counters, 0)
-
-    def _count(self, rule: str | None, which: int) -> int:
-        assert not self.num_bad_lines, "the shim does not understand a rule"
-        numbers = self._current.values() if rule is None else [self._current[rule]]
-        return sum(
-            _RULE.unpack_from(self._counters, _HEADER.size + number * _RULE.size)[which]
-            for number in numbers
-        )
+        return self._shared.hanging
 
 
 class Child:
@@ -155,18 +186,15 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.read() == "ready"
+        assert self._read() == "ready"
 
-    def send(self, expression):
-        self._process.stdin.write(expression + "\n")
-        self._process.stdin.flush()
-
-    def read(self):
+    def _read(self):
         return json.loads(self._process.stdout.readline())
 
     def __call__(self, expression):
-        self.send(expression)
-        return self.read()
+        self._process.stdin.write(expression + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def close(self):
         self._process.stdin.close()

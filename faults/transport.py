@@ -6,8 +6,7 @@ one character an operation, as in borg's "rrEr":
 
     .  nothing           E  EIO             N  ENOSPC           S  ESTALE       A  EACCES
     M  ENOENT            s  short read      B  a bit flips in the slot, after the read
-    H  hang: until `release()`; then the operation goes on
-    L  slow (20 ms)
+    H  hang until `release()`; then the operation goes on                   L  slow (20 ms)
 
 The operations are open, read, gather, scatter and write. After the last character nothing more
 happens; a `*` at the end repeats the last one for ever: `Script(read=".H*")`.
@@ -19,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
+import itertools
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from fskv.data_path.transports import host
 from fskv.data_path.transports.protocol import OpenChunk, Transport
@@ -45,12 +44,6 @@ _ERRNOS = {
 _LONGEST_HANG_S = 60.0
 
 
-class Events(Protocol):
-    """Where a FaultTransport asks what happens next; called by any thread."""
-
-    def next(self, operation: str) -> str: ...
-
-
 class Script:
     """A fixed sequence of events for each operation."""
 
@@ -58,22 +51,17 @@ class Script:
         for operation, text in events.items():
             assert operation in OPERATIONS, operation
             assert set(text.removesuffix("*")) <= set(EVENTS), text
-        self._events = events
         self._lock = threading.Lock()
-        self._num_done = dict.fromkeys(events, 0)
+        self._events = {
+            operation: itertools.chain(
+                text.removesuffix("*"), itertools.repeat(text[-2] if text.endswith("*") else ".")
+            )
+            for operation, text in events.items()
+        }
 
     def next(self, operation: str) -> str:
-        if operation not in self._events:
-            return "."
         with self._lock:
-            at = self._num_done[operation]
-            self._num_done[operation] += 1
-        text = self._events[operation]
-        forever = text.endswith("*")
-        text = text.removesuffix("*")
-        if at < len(text):
-            return text[at]
-        return text[-1] if forever and text else "."
+            return next(self._events[operation]) if operation in self._events else "."
 
 
 class RandomScript:
@@ -94,12 +82,11 @@ class RandomScript:
 
 
 class FaultTransport:
-    """See the module docstring. Public counters are for the tests to look at."""
+    """A Transport whose operations meet the events of a script; all else is that of the inner one."""
 
-    def __init__(self, inner: Transport, script: Events) -> None:
+    def __init__(self, inner: Transport, script: Script | RandomScript) -> None:
         self.inner = inner
         self.script = script
-        self.slot_nbytes = inner.slot_nbytes
         self.native = replace(inner.native, pages=None)  # everything comes by here
         self.description = f"faulty {inner.description}"
         self.after_write: Callable[[str], None] = lambda path: None
@@ -124,14 +111,8 @@ class FaultTransport:
 
     # --- Transport --------------------------------------------------------------------------
 
-    def enter_thread(self) -> None:
-        self.inner.enter_thread()
-
-    def new_slot(self, index: int) -> Any:
-        return self.inner.new_slot(index)
-
-    def drop_slot(self, slot: Any) -> None:
-        self.inner.drop_slot(slot)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def gather(self, table: Any, slot: Any, base: int) -> None:
         with self._operation("gather", "pages"):
@@ -140,21 +121,6 @@ class FaultTransport:
     def scatter(self, slot: Any, base: int, table: Any) -> None:
         with self._operation("scatter", "pages"):
             self.inner.scatter(slot, base, table)
-
-    def fill_zero(self, slot: Any, start: int, stop: int) -> None:
-        self.inner.fill_zero(slot, start, stop)
-
-    def put_header(self, slot: Any, header: bytes) -> None:
-        self.inner.put_header(slot, header)
-
-    def take_header(self, slot: Any, nbytes: int) -> Any:
-        return self.inner.take_header(slot, nbytes)
-
-    def row_digests(self, slot: Any, start: int, stop: int) -> bytes:
-        return self.inner.row_digests(slot, start, stop)
-
-    def close(self) -> None:
-        self.inner.close()
 
     @contextlib.contextmanager
     def open(self, path: str, dir_fd: int | None = None) -> Iterator[OpenChunk]:
@@ -190,16 +156,15 @@ class FaultTransport:
                 self.num_done[operation] += 1
 
     def _hang(self, operation: str) -> None:
-        end = time.monotonic() + _LONGEST_HANG_S
         with self._changed:
             generation = self._generation
             self.num_hanging += 1
             self._changed.notify_all()
             try:
-                while self._generation == generation:
-                    if time.monotonic() > end:
-                        raise ChunkTimedOut(f"{operation}: nobody released it")
-                    self._changed.wait(0.05)
+                if not self._changed.wait_for(
+                    lambda: self._generation != generation, _LONGEST_HANG_S
+                ):
+                    raise ChunkTimedOut(f"{operation}: nobody released it")
             finally:
                 self.num_hanging -= 1
                 self._changed.notify_all()
@@ -210,8 +175,9 @@ class _FaultChunk:
         self._transport = transport
         self._inner = inner
         self._path = path
-        self.nbytes = inner.nbytes
-        self.mtime = inner.mtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def read_into(self, slot: Any, slot_offset: int, file_offset: int, nbytes: int) -> None:
         with self._transport._operation("read", self._path) as event:
@@ -219,31 +185,16 @@ class _FaultChunk:
             if event == "B":
                 slot.array[slot_offset + nbytes // 2] ^= 0x10
 
-    def same_file(self, path: str, dir_fd: int | None = None) -> bool:
-        return self._inner.same_file(path, dir_fd)
 
-
-def install(
-    script: Events, modules: Sequence[str] = ("fskv.data_path.transports.host",)
-) -> Callable[[], None]:
-    """Make every HostTransport of this process faulty from now on; returns a function that undoes it.
-
-    A module that cannot be imported here (no vLLM) is left out.
-    """
+def install(script: Script | RandomScript) -> Callable[[], None]:
+    """Make every HostTransport of this process faulty from now on; returns a function that undoes it."""
     real = host.HostTransport
 
     def faulty(*args: Any, **kwargs: Any) -> FaultTransport:
         return FaultTransport(real(*args, **kwargs), script)
 
-    patched = []
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(name)
-            vars(module)["HostTransport"] = faulty
-            patched.append(module)
-
     def undo() -> None:
-        for module in patched:
-            vars(module)["HostTransport"] = real
+        vars(host)["HostTransport"] = real
 
+    vars(host)["HostTransport"] = faulty
     return undo

@@ -79,19 +79,13 @@ def run(
     """Plant `number` corruptions below `directory` and count those that are found."""
     rng = random.Random(seed)  # noqa: S311  no secret
     score = Score()
-    with contextlib.closing(_Root(directory)) as root:
+    files = Files(os.path.join(directory, "corruptions"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(files.remove)
         while score.num_planted < number:
-            _round(root.files, min(_PER_ROUND, number - score.num_planted), rng, score)
+            _round(files, min(_PER_ROUND, number - score.num_planted), rng, score)
             tick(score)
     return score
-
-
-class _Root:
-    def __init__(self, directory: str) -> None:
-        self.files = Files(os.path.join(directory, "corruptions"))
-
-    def close(self) -> None:
-        self.files.remove()
 
 
 def _round(files: Files, number: int, rng: random.Random, score: Score) -> None:

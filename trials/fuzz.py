@@ -51,9 +51,7 @@ _PER_ROUND = 6
 _MAX_RSS_NBYTES = 400 << 20
 _MAX_DATA_NBYTES = 4 << 30
 _MAX_LINES = 40  # of the log, in each round
-_END_S = (
-    120.0  # until maintenance processes have ended: it only bounds a hang, also on a busy machine
-)
+_END_S = 120.0  # until maintenance processes have ended: it only bounds a hang
 _KILL_EVERY = 15  # rounds: what is there is read by a process that starts
 _DEAD_NAMESPACES = 12
 

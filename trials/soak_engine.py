@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.engine_process import START_S, EngineProcess, ending
 from benchmarks.rig import BenchmarkError
@@ -133,18 +134,9 @@ class Driver:
         path = f"{_WRONG_CLOCK}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         changed = {"PYTHONPATH": path, "FSKV_SOAK_CLOCK_S": str(clock_s)} if clock_s else {}
         for attempt in (1, 2):
-            with _environment:
-                before = {name: os.environ.get(name) for name in changed}
-                os.environ.update(changed)
-                try:
-                    name = f"the {self.name} engine"
-                    self._engine = EngineProcess(name, self._setup.log, serve, self._setup, broken)
-                finally:
-                    for variable, value in before.items():
-                        if value is None:
-                            del os.environ[variable]
-                        else:
-                            os.environ[variable] = value
+            with _environment, mock.patch.dict(os.environ, changed):
+                name = f"the {self.name} engine"
+                self._engine = EngineProcess(name, self._setup.log, serve, self._setup, broken)
             self.num_lives += 1
             self._killed = False
             try:
@@ -158,13 +150,9 @@ class Driver:
         self._over.set()
 
     def _ask(self, idx: int) -> Record | None:
-        if self._engine is None or not self._say("ask", [idx]):
+        if self._engine is None or (answer := self._said("ask", [idx])) is None:
             return None
-        try:
-            (record,) = self._engine.hear(_ANSWER_S)
-        except BenchmarkError as error:
-            self._gone(error)
-            return None
+        (record,) = answer
         wrong = record.tokens != self._expected[idx]
         self.asked.append(Asked(record.at, idx, record.seconds, record.cached_tokens, wrong))
         self._recent.pop(idx, None)
@@ -172,25 +160,22 @@ class Driver:
         return record  # type: ignore[no-any-return]
 
     def _hear_metrics(self) -> None:
-        if self._engine is not None and self._say("counters"):
-            try:
-                self._now = self._engine.hear(_ANSWER_S)
-            except BenchmarkError as error:
-                self._gone(error)
+        if self._engine is not None and (answer := self._said("counters")) is not None:
+            self._now = answer
 
-    def _say(self, *what: Any) -> bool:
+    def _said(self, *what: Any) -> Any:
+        """Return the engine's answer; None if it is gone, which is a failure unless it was killed."""
         assert self._engine is not None
         self._engine.child.say(what)
-        return True
-
-    def _gone(self, error: BenchmarkError) -> None:
-        """Start the engine again; that it is gone is a failure unless it was killed."""
-        self.ready = False
-        if not self._killed:
-            self.failures.append(str(error))
-        assert self._engine is not None
-        self._engine.child.kill()
-        self._begin(0.0)
+        try:
+            return self._engine.hear(_ANSWER_S)
+        except BenchmarkError as error:
+            self.ready = False
+            if not self._killed:
+                self.failures.append(str(error))
+            self._engine.child.kill()
+            self._begin(0.0)
+            return None
 
 
 # --- before -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from subprocess import SubprocessError
 
 from benchmarks.report import say
 from benchmarks.rig import BenchmarkError
-from faults.files import chunk_files, truncate, zero_payload
+from faults.files import chunk_files, flip_payload_bit, truncate, zero_payload
 from fskv.errors import ChunkError
 from fskv.root.process_id import unique_name
 from trials.soak_engine import Driver
@@ -77,11 +77,8 @@ class Faults:
     def _do(self, kind: str, seconds: float) -> None:
         try:
             self._kinds[kind](seconds)
-        except (
-            AssertionError,
-            OSError,
-            SubprocessError,
-        ) as error:  # the servers did not come back, say
+        # The servers did not come back, say.
+        except (AssertionError, OSError, SubprocessError) as error:
             self.failures.append(f"{kind}: {' '.join(str(error).split())}")
 
     def _kill(self, seconds: float) -> None:
@@ -103,16 +100,10 @@ class Faults:
     def _damage(self, seconds: float) -> None:
         paths = sorted(chunk_files(self._root))
         for path in self._generator.sample(paths, min(len(paths), _NUM_DAMAGED)):
-            how = self._generator.choice(
-                (
-                    _flip,
-                    truncate,
-                    _empty,
-                    os.unlink,
-                    _swap(self._generator.choice(paths)),
-                )
-            )
-            with contextlib.suppress(FileNotFoundError):  # it was pruned, or found bad, meanwhile
+            swap = _swap(self._generator.choice(paths))
+            how = self._generator.choice((flip_payload_bit, truncate, _empty, os.unlink, swap))
+            # It was pruned, or found bad, meanwhile, or is damaged already.
+            with contextlib.suppress(FileNotFoundError, ChunkError, ValueError):
                 how(path)
 
     def _remove(self, seconds: float) -> None:
@@ -141,14 +132,6 @@ class Faults:
         name = unique_name()
         content = other.read_text().replace(other.stem.removeprefix("heartbeat-"), name)
         other.with_name(f"heartbeat-{name}.json").write_text(content)
-
-
-def _flip(path: str) -> None:
-    with open(path, "r+b") as file:
-        content = file.read()
-        if content:  # it may have been emptied before
-            file.seek(len(content) * 7 // 8)
-            file.write(bytes([content[len(content) * 7 // 8] ^ 0x10]))
 
 
 def _empty(path: str) -> None:

@@ -97,17 +97,13 @@ class CephFS(Directory):
             raise
 
     def stall(self) -> None:
-        from shared_fs import netns
-
-        netns.freeze(self._ceph.pids("server"))
+        self._ceph.stall()
 
     def fill(self) -> None:
         self._ceph.limit_data(4096)
 
     def mend(self) -> None:
-        from shared_fs import netns
-
-        netns.thaw(self._ceph.pids("server"))
+        self._ceph.undo()
         self._ceph.limit_data(0)
         self._ceph.mend()
 

@@ -10,12 +10,15 @@ import json
 import os
 import tempfile
 import uuid
+from pathlib import Path
+from typing import ClassVar
 
 from shared_fs import netns
 
-_OSD_NBYTES = 3 << 30  # sparse
 _START_S = 120.0
 _TRIES = 5
+_OSDS = ("osd.0", "osd.1")
+_MDS = ("mds.a", "mds.b")
 
 _CONFIGURATION = """[global]
 fsid = {fsid}
@@ -44,7 +47,7 @@ osd pool default min size = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 osd objectstore = bluestore
-bluestore block size = {osd_nbytes}
+bluestore block size = 3221225472
 bluestore block wal create = false
 # Its defaults fill more than a GiB of a disk with logs, and an OSD without room for them aborts.
 bluestore rocksdb options = compression=kNoCompression,max_write_buffer_number=4,\
@@ -69,81 +72,67 @@ class Ceph(netns.Network):
     """A CephFS, mounted twice."""
 
     title = "CephFS"
+    subnet = "10.78.9"
     needed = (
-        "ceph",
-        "ceph-mon",
-        "ceph-mgr",
-        "ceph-osd",
-        "ceph-mds",
-        "ceph-fuse",
-        "setfattr",
-        "fusermount3",
+        *("ceph", "ceph-mon", "ceph-mgr", "ceph-osd", "ceph-mds", "ceph-fuse"),
+        *("setfattr", "fusermount3"),
     )
+    outages: ClassVar = {
+        "OSDs frozen": lambda it: netns.freeze(it.daemons(*_OSDS)),
+        "OSDs killed": lambda it: netns.kill(it.daemons(*_OSDS)),
+        "an OSD frozen": lambda it: netns.freeze(it.daemons("osd.0")),
+        "MDS frozen": lambda it: netns.freeze(it.daemons(it.active_mds())),
+        "MDS killed": lambda it: netns.kill(it.daemons(it.active_mds())),
+        "no MDS": lambda it: netns.kill(it.daemons(*_MDS)),
+        "evicted": lambda it: it.evict(it.b),
+        **netns.Network.outages,
+    }
 
     def __init__(self) -> None:
-        super().__init__("ceph", "10.78.9")
+        super().__init__()
         # Each write of an OSD is an fsync: in memory it cannot be held up by what else uses the disk.
         self.disks = tempfile.mkdtemp(prefix="fskv-ceph-", dir="/dev/shm")
         self._configuration = f"{self.directory}/ceph.conf"
+        self._evicted: netns.Client | None = None
 
     def up(self) -> None:
         super().up()
-        for name in ("run", "log", "mon", "mgr", "mds.a", "mds.b"):
+        for name in ("run", "log", "mon", "mgr", *_MDS):
             os.mkdir(f"{self.directory}/{name}")
         fsid = str(uuid.uuid4())
         with open(self._configuration, "w") as file:
-            file.write(
-                _CONFIGURATION.format(
-                    fsid=fsid,
-                    address=self.address,
-                    subnet=self.address.rpartition(".")[0],
-                    directory=self.directory,
-                    disks=self.disks,
-                    osd_nbytes=_OSD_NBYTES,
-                )
-            )
+            file.write(_CONFIGURATION.format(fsid=fsid, subnet=self.subnet, **vars(self)))
         keyring, monmap = f"{self.directory}/keyring", f"{self.directory}/monmap"
-        for entity, caps in {
-            "mon.": "--cap mon allow*",
-            "client.admin": "--cap mon allow* --cap osd allow* --cap mds allow* --cap mgr allow*",
-        }.items():
-            words = [word.replace("allow*", "allow *") for word in caps.split()]
-            create = [] if os.path.exists(keyring) else ["--create-keyring"]
-            netns.run("ceph-authtool", *create, keyring, "--gen-key", "-n", entity, *words)
+        make = ("ceph-authtool", keyring, "--gen-key")
+        may = [word for kind in ("mon", "osd", "mds", "mgr") for word in ("--cap", kind, "allow *")]
+        netns.run(*make, "--create-keyring", "-n", "mon.", *may[:3])
+        netns.run(*make, "-n", "client.admin", *may)
         address = f"[v1:{self.address}:6789]"
         netns.run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, monmap)
-        self._daemon("ceph-mon", "a", "--mkfs", "--monmap", monmap, "--keyring", keyring)
-        self._daemon("ceph-mon", "a")
+        self._daemon("mon.a", "--mkfs", "--monmap", monmap, "--keyring", keyring)
+        self._daemon("mon.a")
         netns.wait(lambda: self.ceph("-s"), "the monitor answers", _START_S)
-        self._daemon("ceph-mgr", "x")
-        for number in ("0", "1"):
+        self._daemon("mgr.x")
+        for name in _OSDS:
+            number = name.partition(".")[2]
             os.mkdir(f"{self.disks}/{number}")
             osd = str(uuid.uuid4())
             self.ceph("osd", "new", osd, number)
             # Not by the OSD when it starts: it asks before it knows the cluster, and is refused now and then.
-            self.ceph("osd", "crush", "add", f"osd.{number}", "1.0", "root=default", "host=server")
-            self._daemon("ceph-osd", number, "--mkfs", "--osd-uuid", osd)
-            self._daemon("ceph-osd", number)
+            self.ceph("osd", "crush", "add", name, "1.0", "root=default", "host=server")
+            self._daemon(name, "--mkfs", "--osd-uuid", osd)
+        self.restart()
         for name in ("metadata", "data"):
             self.ceph("osd", "pool", "create", name, "8")
         self.ceph("fs", "new", "kv", "metadata", "data")
-        for name in ("a", "b"):
-            self._daemon("ceph-mds", name)
-        netns.wait(self.well, "CephFS is up", _START_S)
+        netns.wait(self.is_well, "CephFS is up", _START_S)
         for node in (self.a, self.b):
-            self.mount(node)
+            self._mount(node)
 
-    def _daemon(self, program: str, number: str, *arguments: str) -> None:
-        self.inside(
-            "server",
-            program,
-            "-c",
-            self._configuration,
-            "-i",
-            number,
-            *arguments,
-            timeout_s=_START_S,
-        )
+    def _daemon(self, name: str, *arguments: str) -> None:
+        kind, _, number = name.partition(".")
+        command = (f"ceph-{kind}", "-c", self._configuration, "-i", number, *arguments)
+        self.inside("server", *command, timeout_s=_START_S)
 
     def ceph(self, *arguments: str) -> str:
         """Run a command of the administrator, again where it was sent before it knew the cluster: EPERM."""
@@ -159,7 +148,7 @@ class Ceph(netns.Network):
     def status(self, *arguments: str) -> dict | list:
         return json.loads(self.ceph(*arguments, "--format", "json"))
 
-    def well(self) -> bool:
+    def is_well(self) -> bool:
         """Whether both OSDs are up and hold everything, and one MDS serves and another stands by."""
         status = self.status("-s")
         states = status["pgmap"]["pgs_by_state"]
@@ -172,18 +161,19 @@ class Ceph(netns.Network):
 
     # --- clients ----------------------------------------------------------------------------
 
-    def mount(self, node: netns.Client) -> None:
+    def _mount(self, node: netns.Client) -> None:
         node.inside("ceph-fuse", "-c", self._configuration, node.mount)
 
     def remount(self, node: netns.Client) -> None:
         """As an operator does with a client that was evicted."""
         netns.kill(self.pids(node.name, "ceph-fuse"))
         netns.unmount(node.mount)
-        self.mount(node)
+        self._mount(node)
 
     def evict(self, node: netns.Client) -> None:
         """Let the MDS evict a client, which has it blocklisted by the OSDs as well."""
-        mds = f"mds.{self.active_mds()}"
+        self._evicted = node
+        mds = self.active_mds()
         # One of before, whose client was killed, may be among them still.
         for session in self.status("tell", mds, "session", "ls"):
             if session["client_metadata"]["mount_point"] == node.mount:
@@ -195,42 +185,32 @@ class Ceph(netns.Network):
         netns.wait(lambda: self._is_full() == bool(nbytes), f"a quota of {nbytes} bytes is met")
 
     def _is_full(self) -> bool:
-        (pool,) = [
-            p for p in self.status("osd", "pool", "ls", "detail") if p["pool_name"] == "data"
-        ]
-        return "full_quota" in pool["flags_names"].split(",")
+        pools = self.status("osd", "pool", "ls", "detail")
+        return any("full_quota" in pool["flags_names"].split(",") for pool in pools)
 
     # --- servers ----------------------------------------------------------------------------
 
     def active_mds(self) -> str:
         (mds,) = self.status("-s")["fsmap"]["by_rank"]
-        return mds["name"]
+        return f"mds.{mds['name']}"
 
-    def daemons(self, program: str, *numbers: str) -> list[int]:
-        """Return the processes of a kind of daemon, or of these."""
-        pids = self.pids("server", program)
-        return [pid for pid in pids if not numbers or _number(pid) in numbers]
+    def daemons(self, *names: str) -> list[int]:
+        """Return the processes of those of these daemons that are there."""
+        paths = [Path(f"{self.directory}/run/{name}.pid") for name in names]
+        pids = [int(path.read_text()) for path in paths if path.exists()]
+        return [pid for pid in pids if netns.program(pid).startswith("ceph-")]
 
     def restart(self) -> None:
-        """Start again what is not there."""
-        for program, numbers in {"ceph-osd": ("0", "1"), "ceph-mds": ("a", "b")}.items():
-            for number in numbers:
-                if not self.daemons(program, number):
-                    self._daemon(program, number)
+        for name in (*_OSDS, *_MDS):
+            if not self.daemons(name):
+                self._daemon(name)
 
-    def mend(self) -> None:
-        netns.thaw(self.pids("server"))
-        self.b.heal()
-        self.restart()
-        netns.wait(self.well, "CephFS is well again", _START_S)
+    def undo(self) -> None:
+        super().undo()
+        if self._evicted is not None:
+            self.remount(self._evicted)
+            self._evicted = None
 
     def down(self) -> None:
-        netns.thaw(self.pids("server"))
         super().down()
         netns.run("rm", "-rf", self.disks)
-
-
-def _number(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        words = file.read().decode().split("\0")
-    return words[words.index("-i") + 1]

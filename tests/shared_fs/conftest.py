@@ -1,13 +1,29 @@
-"""Fixtures of the file systems that a module's CLUSTER names, and of what is measured on any."""
+"""Fixtures of the shared file systems, each on one machine, and of what is measured on any."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 
 import pytest
 
-from shared_fs.clusters import pairs, running
+from shared_fs import ceph, gluster, moose, uml_rack
+from shared_fs.pair import Pair
+
+CLUSTERS = [uml_rack.Nfs4, uml_rack.Nfs3, gluster.Gluster, ceph.Ceph, moose.Moose]
+_roots = itertools.count()
+
+
+def pytest_collection_modifyitems(items):
+    """Each file system is started once a module."""
+
+    def place(item):
+        kind = item.callspec.params.get("cluster") if hasattr(item, "callspec") else None
+        return (str(item.path), kind.title) if kind in CLUSTERS else ("", "")
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +40,43 @@ def measured(request):
             reporter.write_line(line)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=CLUSTERS, ids=lambda kind: kind.title)
 def cluster(request):
-    with running(request.module.CLUSTER) as cluster:
+    """A running file system of this kind; skips where there can be none."""
+    if sentence := request.param.missing():
+        pytest.skip(sentence)
+    cluster = request.param()
+    try:
+        cluster.up()
         yield cluster
+    finally:
+        cluster.down()
+
+
+def on(*kinds):
+    """Mark a test of these file systems only."""
+    return pytest.mark.parametrize(
+        "cluster", kinds, indirect=True, ids=lambda kind: kind.title, scope="module"
+    )
 
 
 @pytest.fixture
-def on_cluster(cluster):
+def new_pair(cluster):
     """A function that returns a Pair on a new root; all is mended afterwards."""
-    with pairs(cluster) as make:
+    with contextlib.ExitStack() as stack:
+        stack.callback(cluster.mend)
+
+        def make():
+            pair = Pair(cluster, str(next(_roots)))
+            stack.callback(pair.end)
+            return pair
+
         yield make
 
 
 @pytest.fixture
-def pair(on_cluster):
-    pair = on_cluster()
+def pair(new_pair):
+    pair = new_pair()
     pair.begin()
     return pair
 

@@ -8,94 +8,61 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import ClassVar
 
 from shared_fs import netns
 
 _PING_S = 5  # network.ping-timeout: until a client gives a silent server up
+_DAEMON = """volume management
+    type mgmt/glusterd
+    option working-directory {0}/state
+    option run-directory {0}/run
+    option glusterd-sockfile {0}/glusterd.socket
+    option transport-type socket
+end-volume
+"""
 
 
 class Gluster(netns.Network):
     """A volume with one brick, mounted twice."""
 
     title = "GlusterFS"
+    subnet = "10.78.8"
     needed = ("glusterd", "glusterfs", "gluster", "fusermount")
-
-    def __init__(self) -> None:
-        super().__init__("gluster", "10.78.8")
+    outages: ClassVar = {
+        "server frozen": lambda it: netns.freeze(it.brick()),
+        "server killed": lambda it: netns.kill(it.brick()),
+        **netns.Network.outages,
+    }
 
     def up(self) -> None:
         super().up()
+        where = self.directory
         for name in ("brick", "state", "run"):
-            os.makedirs(f"{self.directory}/{name}")
+            os.makedirs(f"{where}/{name}")
         os.makedirs("/run/gluster", exist_ok=True)
-        self._start_daemon()
-        self._gluster(f"volume create kv transport tcp {self.address}:{self.directory}/brick force")
+        with open(f"{where}/glusterd.vol", "w") as file:
+            file.write(_DAEMON.format(where))
+        files = f"--volfile={where}/glusterd.vol --pid-file={where}/pid --log-file={where}/log"
+        self.inside("server", "glusterd", *files.split())
+        netns.wait(lambda: self._gluster("pool list"), "glusterd answers")
+        self._gluster(f"volume create kv transport tcp {self.address}:{where}/brick force")
         self._gluster(f"volume set kv network.ping-timeout {_PING_S}")
         self._gluster("volume start kv")
         for node in (self.a, self.b):
-            node.inside(
-                "glusterfs",
-                f"--volfile-server={self.address}",
-                "--volfile-id=kv",
-                f"--log-file={self.directory}/{node.name}.log",
-                node.mount,
-            )
-
-    def _start_daemon(self) -> None:
-        with open(f"{self.directory}/glusterd.vol", "w") as file:
-            file.write(
-                f"""volume management
-    type mgmt/glusterd
-    option working-directory {self.directory}/state
-    option run-directory {self.directory}/run
-    option glusterd-sockfile {self.directory}/glusterd.socket
-    option transport-type socket
-end-volume
-"""
-            )
-        self.inside(
-            "server",
-            "glusterd",
-            f"--volfile={self.directory}/glusterd.vol",
-            f"--pid-file={self.directory}/glusterd.pid",
-            f"--log-file={self.directory}/glusterd.log",
-        )
-        netns.wait(lambda: self._gluster("pool list"), "glusterd answers")
+            options = f"--volfile-server={self.address} --volfile-id=kv --log-file={node.mount}.log"
+            node.inside("glusterfs", *options.split(), node.mount)
 
     def _gluster(self, command: str) -> str:
-        return self.inside(
-            "server",
-            "gluster",
-            f"--glusterd-sock={self.directory}/glusterd.socket",
-            f"--log-file={self.directory}/cli.log",
-            "--mode=script",
-            *command.split(),
-        )
+        where = f"--glusterd-sock={self.directory}/glusterd.socket --log-file={self.directory}/log"
+        return self.inside("server", "gluster", *where.split(), "--mode=script", *command.split())
 
-    # --- the brick --------------------------------------------------------------------------
-
-    def _brick(self) -> list[int]:
+    def brick(self) -> list[int]:
         return self.pids("server", "glusterfsd")
 
-    def freeze_server(self) -> None:
-        netns.freeze(self._brick())
-
-    def thaw_server(self) -> None:
-        netns.thaw(self._brick())
-
-    def kill_server(self) -> None:
-        netns.kill(self._brick())
-
-    def restart_server(self) -> None:
-        self._gluster("volume start kv force")
-
-    def mend(self) -> None:
-        self.thaw_server()
-        self.b.heal()
-        if not self._brick():
-            self.restart_server()
-
-    # --- the end ----------------------------------------------------------------------------
+    def restart(self) -> None:
+        if not self.brick():
+            self._gluster("volume start kv force")
 
     def down(self) -> None:
         super().down()

@@ -1,5 +1,8 @@
 """Requests and replies as files in a directory, between the tests and a program on a node.
 
+The program itself is, by `python -m shared_fs.letterbox DIRECTORY`, the first process of a User-Mode-Linux
+node: it runs the shell commands that arrive.
+
 A directory is what both sides of a User-Mode-Linux node share whatever happens to the node's network. A
 request is `<n>.request`, its reply `<n>.reply`; both are JSON and appear whole, by a rename. The server finds
 requests by listing: a listing is never answered from a cache of names.
@@ -10,6 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -84,3 +89,20 @@ def _publish(path: str, content: dict) -> None:
     with open(f"{path}.new", "w", encoding="ascii") as file:
         json.dump(content, file)
     os.rename(f"{path}.new", path)
+
+
+def _run(request: dict) -> dict:
+    """Run a command to its end, on a thread of its own: one that hangs must not block the next."""
+    done = subprocess.run(
+        ["/bin/bash", "-c", request["command"]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        check=False,
+    )
+    return {"code": done.returncode, "output": done.stdout.decode(errors="replace")}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], _run, parallel=True)

@@ -9,62 +9,37 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
-import mmap
+import functools
 import os
 import sys
 import time
 
 import numpy as np
 
+from benchmarks.rig import open_namespace, open_runner
 from fskv.config import Deadline, StoreConfig
-from fskv.data_path import runner, store
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.job import FileMove
-from fskv.data_path.transports import host
 from fskv.format.chunk_file import FileLayout
 from fskv.format.spans import GroupLayout, plan_job
 from fskv.index.presence import PresenceIndex, RankFiles, probe_chunks
-from fskv.namespace import GroupIdentity, Identity
-from fskv.root.root import Root
-from fskv.types import MAX_TOUCH_INTERVAL_S, ChunkId, FileId, Presence
-from shared_fs.chunks import NBYTES, NUM_BLOCKS, PAGES, POISON, content
+from fskv.types import ChunkId, FileId, Presence
 from shared_fs.letterbox import serve
 
-_DEFAULTS = StoreConfig(root="/")
+# A chunk: 4 blocks of these pages are 4 rows, and no block begins where a row does.
+PAGES = (40000, 24000)  # bytes
+NUM_BLOCKS = 4
+NBYTES = NUM_BLOCKS * sum(PAGES)
+_POISON = 0x5A  # what the pages hold before a load
 _MAX_CHUNKS = 16
 _LOAD_BLOCK = _MAX_CHUNKS * NUM_BLOCKS
 _LIMIT_S = 60.0  # only bounds a hang
-_IDENTITY = Identity(
-    engine="vllm",
-    engine_version="0.33",
-    arch="cpu-x86_64",
-    model_name="org/model",
-    weights="commit:" + "a" * 40,
-    model_config={},
-    kv_cache_dtype="bfloat16",
-    model_dtype="bfloat16",
-    kv_cache_layout="HND",
-    attention_backend="CPU",
-    tokens_per_hash=16,
-    blocks_per_chunk=NUM_BLOCKS,
-    groups=(GroupIdentity(0, "full", None, 16, PAGES, ("layers.0",)),),
-    hash_algorithm="sha256",
-    hash_seed="0",
-    topology={"tp": 1},
-)
 
 
-class _Pages:
-    """KV memory of one layer: (blocks, page) bytes. Stands for a tensor: torch takes 12 s to import here."""
-
-    is_cuda = False
-
-    def __init__(self, page: int) -> None:
-        self.array = np.zeros((2 * _LOAD_BLOCK, page), np.uint8)
-
-    def numpy(self):
-        return self.array.reshape(-1)
+@functools.cache
+def content(number: int) -> bytes:
+    """Return the KV of chunk `number`, known without fskv: block after block, page after page."""
+    return np.random.default_rng(number).bytes(NBYTES)
 
 
 def _chunk(number: int) -> ChunkId:
@@ -73,54 +48,35 @@ def _chunk(number: int) -> ChunkId:
 
 class Node:
     def __init__(self) -> None:
-        self.runner: runner.JobRunner | None = None
-        self.presence: PresenceIndex | None = None
+        self.runner = None
+        self.presence = None
         self._num_jobs = 0
         self._longest_call_s = 0.0
-        self._held: list[int] = []
+        self._held = []
 
     # --- set-up -----------------------------------------------------------------------------
 
-    def begin(
-        self,
-        root,
-        deadline_s=20.0,
-        touch_interval_s=MAX_TOUCH_INTERVAL_S,
-        direct_io="auto",
-        quarantine_s=2.0,
-        recompute_s=0.0,
-    ):
+    def begin(self, root, direct_io="auto", recompute_s=0.0):
         """`recompute_s` is what computing one chunk takes, as far as lookups are concerned."""
         self.end()
-        directory = Root.open(root, create=True).open_namespace(_IDENTITY)
-        host.flat_bytes = lambda pages: pages
-        self.layers = [_Pages(page) for page in PAGES]
+        opened = functools.partial(open_namespace, root, "org/model", PAGES, NUM_BLOCKS)
+        directory = opened(create=True)
+        # No tensors: torch takes 12 s to import on such a node.
+        self.layers = [np.zeros((2 * _LOAD_BLOCK, page), np.uint8) for page in PAGES]
         self.layout = GroupLayout.of(0, NUM_BLOCKS, list(enumerate(PAGES)))
         file_layout = FileLayout(NUM_BLOCKS, PAGES, b"L" * 16)
-        transport = host.HostTransport(
-            self.layers,
-            file_layout.file_nbytes,
-            probe_dir=directory.tmp_dir,
+        config = StoreConfig(
+            root=root,
             direct_io=direct_io,
+            io_threads=4,
+            staging_bytes=_MAX_CHUNKS * file_layout.file_nbytes,
         )
-        self.store_ = store.ChunkStore(
-            directory,
-            {0: file_layout},
-            transport,
-            touch_interval_s=touch_interval_s,
-            restore=lambda: Root.open(root, create=False).open_namespace(_IDENTITY),
-        )
-        self.breaker, self.lookup_breaker = (Breaker() for _ in range(2))
-        self.runner = runner.JobRunner(
-            self.store_,
-            transport,
-            num_threads=4,
-            num_slots=_MAX_CHUNKS,
-            max_queued_chunks=_MAX_CHUNKS,
-            deadline=Deadline(deadline_s, 0.0, deadline_s),
-            breaker=self.breaker,
-        )
-
+        self.breaker, lookup_breaker = Breaker(), Breaker()
+        memory = [memoryview(layer.reshape(-1)) for layer in self.layers]
+        self.runner = open_runner(memory, file_layout, directory, config, breaker=self.breaker)
+        self.store_ = self.runner._store
+        self.store_._restore = lambda: opened(create=False)
+        self.deadline(20.0)
         files = RankFiles(directory.path, None, {0: file_layout.file_nbytes})
 
         def probe(chunks, missed_before):
@@ -128,12 +84,12 @@ class Node:
 
         self.presence = PresenceIndex(
             probe,
-            lookup_timeout_s=_DEFAULTS.lookup_timeout_s,
-            quarantine_s=quarantine_s,
-            breaker=self.lookup_breaker,
+            lookup_timeout_s=config.lookup_timeout_s,
+            quarantine_s=2.0,
+            breaker=lookup_breaker,
             recompute_s=lambda num_chunks: num_chunks * recompute_s,
         )
-        return {"description": transport.description, "directory": directory.path}
+        return {}
 
     def deadline(self, seconds):
         """Give every job from now on so long."""
@@ -145,7 +101,10 @@ class Node:
             self.runner.shutdown(0.0)
             self.presence.close()
         self.runner = self.presence = None
-        self.release()
+        for file in self._held:
+            with contextlib.suppress(OSError):
+                file.close()
+        self._held = []
         return {}
 
     # --- the engine's calls, timed ----------------------------------------------------------
@@ -195,35 +154,32 @@ class Node:
             block = place * NUM_BLOCKS
             rows = np.frombuffer(content(number), np.uint8).reshape(NUM_BLOCKS, sum(PAGES))
             for layer, columns in zip(self.layers, np.split(rows, [PAGES[0]], axis=1), strict=True):
-                layer.array[block : block + NUM_BLOCKS] = columns
+                layer[block : block + NUM_BLOCKS] = columns
             if replace:
                 self.store_._suspect(FileId(*_chunk(number)))
             requests.append(self._request(number, block))
         return self._run(self.runner.submit_store, requests)
 
-    def load(self, numbers, dump=None):
-        """Load chunks into poisoned pages; `dump` names a file for what they hold at the report."""
+    def load(self, numbers):
+        """Load chunks into poisoned pages, and look at what they hold then."""
         for layer in self.layers:
-            layer.array[_LOAD_BLOCK:] = POISON
+            layer[_LOAD_BLOCK:] = _POISON
         requests = [
             self._request(number, _LOAD_BLOCK + place * NUM_BLOCKS)
             for place, number in enumerate(numbers)
         ]
         answer = self._run(self.runner.submit_load, requests)
-        if dump:
-            self.dump(len(numbers), dump)
-        return answer
+        return {**answer, **self.wrong(numbers, answer["statuses"])}
 
-    def dump(self, num, path):
-        """Write what the pages of the last load hold now."""
-        with open(path, "wb") as file:
-            file.writelines(self._loaded(place) for place in range(num))
-        return {}
-
-    def _loaded(self, place):
-        first = _LOAD_BLOCK + place * NUM_BLOCKS
-        parts = [layer.array[first : first + NUM_BLOCKS] for layer in self.layers]
-        return np.concatenate(parts, axis=1).tobytes()
+    def wrong(self, numbers, statuses):
+        """Count the chunks of the last load that are not in their pages now, or are although they failed."""
+        num_wrong = 0
+        for place, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
+            first = _LOAD_BLOCK + place * NUM_BLOCKS
+            parts = [layer[first : first + NUM_BLOCKS] for layer in self.layers]
+            found = np.concatenate(parts, axis=1).tobytes()
+            num_wrong += found != (content(number) if status == "ok" else bytes([_POISON]) * NBYTES)
+        return {"num_wrong": num_wrong}
 
     def lookup(self, numbers, until_hit=False, limit_s=_LIMIT_S):
         """Ask as a scheduler does, every 10 ms, until all is known, or with `until_hit` a hit.
@@ -255,61 +211,40 @@ class Node:
         Ends after two good rounds in a row that began when the file `healed` was there, or at the limit.
         """
         rounds, num_good = [], 0
-        wanted = [content(number) for number in numbers]
         end = time.monotonic() + limit_s
         while num_good < 2 and time.monotonic() < end:
             is_healed = os.path.basename(healed) in os.listdir(os.path.dirname(healed))
-            begun_at = time.time()
             self.presence.forget_all()
             lookup = self.lookup(numbers)
             load = self.load(numbers)
-            wrong = [
-                self._loaded(place) != (right if status == "ok" else bytes([POISON]) * NBYTES)
-                for place, (status, right) in enumerate(zip(load["statuses"], wanted, strict=True))
-            ]
             loaded_at = time.time()
             stored = self.store([fresh + len(rounds)])
             rounds.append(
                 {
-                    "begun_at": begun_at,
-                    "lookup": [presence for presence, _ in lookup["answers"]],
                     "lookup_s": lookup["seconds"],
                     "load": load["statuses"],
                     "load_s": load["reported_s"],
                     "loaded_at": loaded_at,
-                    "num_wrong": sum(wrong),
+                    "num_wrong": load["num_wrong"],
                     "store": stored["statuses"],
                     "stored_at": stored["ended_at"],
-                    "hung": self.runner.num_threads_hung,
-                    "slots": self.runner.num_slots_used,
                     "breaker": self.breaker.open,
                 }
             )
             good = {*load["statuses"], *stored["statuses"]} == {"ok"}
-            good = good and set(rounds[-1]["lookup"]) == {"hit"}
+            good = good and {presence for presence, _ in lookup["answers"]} == {"hit"}
             num_good = num_good + 1 if is_healed and good else 0
             time.sleep(0.05)
         return {"rounds": rounds}
 
-    def replace(self, numbers, seconds):
-        """Store chunks over themselves, again and again."""
-        said = collections.Counter()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            said.update(self.store(numbers, replace=True)["statuses"])
-        return {"said": said}
-
-    def reload(self, numbers, seconds):
-        """Load and compare chunks, again and again; `num_wrong` pages were not what they have to be."""
+    def again(self, what, seconds, **arguments):
+        """Store or load again and again; how often it said what, and how many pages were wrong."""
         said, num_wrong = collections.Counter(), 0
-        wanted = [content(number) for number in numbers]
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            statuses = self.load(numbers)["statuses"]
-            said.update(statuses)
-            for place, (status, right) in enumerate(zip(statuses, wanted, strict=True)):
-                expected = right if status == "ok" else bytes([POISON]) * NBYTES
-                num_wrong += self._loaded(place) != expected
+            reply = getattr(self, what)(**arguments)
+            said.update(reply["statuses"])
+            num_wrong += reply.get("num_wrong", 0)
         return {"said": said, "num_wrong": num_wrong}
 
     def make_files(self, first, num):
@@ -317,85 +252,20 @@ class Node:
         for number in range(first, first + num):
             path = self.path(number=number)["path"]
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            os.ftruncate(fd, self.store_.layout(0).file_nbytes)
-            os.close(fd)
-        return {"ended_at": time.time()}
-
-    def store_untouched(self, number):
-        """Write a file under a chunk's name as a store does that does not set its times."""
-        path = self.path(number=number)["path"]
-        page = mmap.mmap(-1, NBYTES // mmap.PAGESIZE * mmap.PAGESIZE)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT
-        fd = os.open(f"{path}.x", flags, 0o600)
-        os.write(fd, page)
-        os.close(fd)
-        os.rename(f"{path}.x", path)
-        return {"ended_at": time.time()}
+            with open(path, "xb") as file:
+                file.truncate(self.store_.layout(0).file_nbytes)
+        return {}
 
     # --- looking ----------------------------------------------------------------------------
 
     def path(self, number):
         return {"path": self.store_.path(FileId(*_chunk(number)))}
 
-    def stat_until(self, path, limit_s):
-        """Poll stat() of a path until it is there, without ever opening its directory."""
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            with contextlib.suppress(FileNotFoundError):
-                os.stat(path)
-                return {"ended_at": time.time()}
-            time.sleep(0.01)
-        return {"ended_at": None}
-
     def hold(self, number):
-        """Open a chunk's file and keep it open, as a reader that somebody else overtakes."""
-        fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
-        self._held.append(fd)
-        return {"nbytes": len(os.read(fd, 4096))}
-
-    def read_held(self):
-        """Read the held files; what each said: a number of bytes, or the errno."""
-        said = []
-        for fd in self._held:
-            try:
-                said.append(len(os.pread(fd, 1 << 20, 0)))
-            except OSError as error:
-                said.append(-error.errno)
-        return {"said": said}
-
-    def plain_reads(self, numbers, seconds):
-        """Open and read chunk files with plain calls, again and again; how often each call said what."""
-        said = collections.Counter()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for number in numbers:
-                call = "open"
-                try:
-                    fd = os.open(self.path(number=number)["path"], os.O_RDONLY)
-                    try:
-                        call = "fstat"
-                        os.fstat(fd)
-                        call = "read"
-                        os.read(fd, 1 << 20)
-                        call = "all"
-                    finally:
-                        os.close(fd)
-                    said["all ok"] += 1
-                except OSError as error:
-                    said[f"{call} {errno.errorcode[error.errno]}"] += 1
-            time.sleep(0.005)
-        return {"said": said}
-
-    def release(self):
-        while self._held:
-            with contextlib.suppress(OSError):
-                os.close(self._held.pop())
-        return {}
-
-    def clock(self):
-        return {"now": time.time()}
+        """Open a chunk's file, read of it and keep it open, as a reader that somebody else overtakes."""
+        file = open(self.path(number=number)["path"], "rb", buffering=0)  # noqa: SIM115
+        self._held.append(file)
+        return {"nbytes": len(file.read(4096))}
 
     def idle(self, limit_s=_LIMIT_S):
         """Poll until nothing goes on any more; what threads and slots are then still taken."""
@@ -411,7 +281,6 @@ class Node:
             "breaker": self.breaker.open,
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
-            "seconds": time.monotonic() - start,
         }
 
     # ----------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shared_fs.chunks import NBYTES, content, untouched
 from shared_fs.letterbox import Letterbox
+
+if TYPE_CHECKING:
+    from shared_fs.netns import Client
 
 _TESTS = Path(__file__).resolve().parents[1]
 _REPLY_S = 90.0  # longer than any limit in the program: only one in state D takes so long
@@ -19,31 +21,18 @@ _REPLY_S = 90.0  # longer than any limit in the program: only one in state D tak
 class Program:
     """Steps of shared_fs.node as methods: `program.lookup(numbers=[1])`."""
 
-    def __init__(
-        self, directory: str, launch: Callable[[str], object], end: Callable[[int], object]
-    ) -> None:
-        """`launch` starts a shell command on the node without waiting for it; `end` kills a process there."""
+    def __init__(self, directory: str, node: Client) -> None:
         self.box = Letterbox(directory)
-        self._end = end
+        self._node = node
         path = os.pathsep.join([str(_TESTS.parent), str(_TESTS), os.environ.get("PYTHONPATH", "")])
-        command = [
-            "exec",
-            "env",
-            f"PYTHONPATH={path}",
-            "PYTHONDONTWRITEBYTECODE=1",
-            "OMP_NUM_THREADS=1",
-            sys.executable,
-            "-m",
-            "shared_fs.node",
-            self.box.directory,
-        ]
-        log = shlex.quote(f"{directory}/log")
-        launch(f"echo $$ >{shlex.quote(directory)}/pid; {shlex.join(command)} >{log} 2>&1")
+        env = f"PYTHONPATH={shlex.quote(path)} PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1"
+        command = f"{sys.executable} -m shared_fs.node {directory} >{directory}/log 2>&1"
+        node.launch(f"echo $$ >{directory}/pid; exec env {env} {command}")
 
     def kill(self) -> None:
         """End the program, also while its threads hang in the file system."""
         with contextlib.suppress(FileNotFoundError), open(f"{self.box.directory}/pid") as file:
-            self._end(int(file.read()))
+            self._node.end(int(file.read()))
 
     def post(self, step: str, **arguments) -> str:
         return self.box.post(step=step, **arguments)
@@ -54,10 +43,6 @@ class Program:
     def ask(self, step: str, **arguments) -> dict:
         return self.wait(self.post(step, **arguments))
 
-    def log(self) -> str:
-        with open(f"{self.box.directory}/log", errors="replace") as file:
-            return file.read()
-
     # --- what most tests need ---------------------------------------------------------------
 
     def store(self, *numbers: int, **options) -> list[str]:
@@ -65,32 +50,14 @@ class Program:
 
     def load(self, *numbers: int) -> list[str]:
         """Load and compare: what is ok holds what was stored, what is not was not touched."""
-        statuses = self.ask("load", numbers=numbers, dump=self._dump)["statuses"]
-        self._assert_pages(numbers, statuses)
-        return statuses
+        reply = self.ask("load", numbers=numbers)
+        assert reply["num_wrong"] == 0, f"chunks {numbers} are {reply['statuses']}: wrong pages"
+        return reply["statuses"]
 
     def comes_to_load(self, *numbers: int) -> bool:
         """Look until all hit, then load, as a request that comes back; False if it has to come once more."""
         self.ask("lookup", numbers=numbers, until_hit=True, limit_s=30)
         return self.load(*numbers) == ["ok"] * len(numbers)
-
-    def assert_pages_now(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
-        """The same for what the pages of the last load hold by now."""
-        self.ask("dump", num=len(numbers), path=self._dump)
-        self._assert_pages(numbers, statuses)
-
-    def _assert_pages(self, numbers: tuple[int, ...], statuses: list[str]) -> None:
-        with open(self._dump, "rb") as file:
-            found = file.read()
-        assert len(found) == len(numbers) * NBYTES
-        for place, (number, status) in enumerate(zip(numbers, statuses, strict=True)):
-            right = content(number) if status == "ok" else untouched()
-            same = found[place * NBYTES : (place + 1) * NBYTES] == right
-            assert same, f"chunk {number} is {status}, and its pages are wrong"
-
-    @property
-    def _dump(self) -> str:
-        return f"{self.box.directory}/dump"
 
     def look(self, *numbers: int, **options) -> list[str]:
         answers = self.ask("lookup", numbers=numbers, **options)["answers"]

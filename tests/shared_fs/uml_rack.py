@@ -1,9 +1,9 @@
 """Three machines in one: an NFS server and two clients, each a real Linux kernel (User-Mode Linux).
 
-Nodes hang on one bridge in a network namespace of their own and share nothing with the host but its files,
-which they see through hostfs. A node can be killed (a power cut: what its kernel had not written is lost),
-frozen, cut off the network, and its clock set. Nothing here waits without a limit, and `down` ends every
-process of the rack, whatever state it is in: each node is in a control group of its own.
+Nodes hang on one bridge, each in a network namespace of its own, and share nothing with the host but its
+files, which they see through hostfs. A node can be killed (a power cut: what its kernel had not written is
+lost), frozen, cut off the network, and its clock set. Nothing here waits without a limit, and `down` ends
+every process of the rack, whatever state it is in: each node is in a control group of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
+from shared_fs import netns
 from shared_fs.letterbox import Letterbox, NoReply
-from shared_fs.program import Program
 
 _HERE = Path(__file__).resolve().parent
 _KERNEL = "/usr/bin/linux.uml"
@@ -29,90 +29,22 @@ _FREEZER = Path("/sys/fs/cgroup/freezer")
 # Each page of a guest's process may be a mapping of its own on the host: an engine has half a million.
 _MAPPINGS = Path("/proc/sys/vm/max_map_count")
 _MAX_MAPPINGS = 4_000_000
-_NEEDED = (
-    _KERNEL,
-    "ip",
-    "ethtool",
-    "mkfs.ext4",
-    "modprobe",
-    "rpc.nfsd",
-    "rpc.mountd",
-    "mount.nfs",
-    "rpcbind",
-)
-_SUBNET = "10.78.7"
-SERVER = f"{_SUBNET}.1"
-MOUNT = "/run/kv"
 _BOOT_S = 60.0
-_COMMAND_S = 60.0
+_SETTLE_S = 150.0
+# A raw socket would get packets longer than its buffer, cut off.
+_OFF = [word for what in ("tx", "rx", "sg", "tso", "gso", "gro") for word in (what, "off")]
 
 
-def missing() -> str | None:
-    """Return a sentence that says why there can be no rack here, or None."""
-    if os.geteuid() != 0:
-        return "a rack of User-Mode-Linux nodes needs root"
-    if absent := [name for name in _NEEDED if shutil.which(name, path=_path()) is None]:
-        return f"a rack of User-Mode-Linux nodes needs {', '.join(absent)}: see tests/shared_fs/install"
-    if not (_FREEZER / "cgroup.procs").exists():
-        return f"a rack of User-Mode-Linux nodes needs the freezer control groups at {_FREEZER}"
-    name = f"fskv-try-{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        return "a rack of User-Mode-Linux nodes needs the right to make network namespaces"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return None
-
-
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-
-
-def _pids(cgroup: Path) -> list[int]:
-    try:
-        return [int(line) for line in (cgroup / "cgroup.procs").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
-def _set_state(cgroup: Path, state: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        (cgroup / "freezer.state").write_text(state)
-
-
-def _kill_group(cgroup: Path) -> None:
-    end = time.monotonic() + 30.0
-    while pids := _pids(cgroup):
-        assert time.monotonic() < end, f"{cgroup.name}: {pids} cannot be killed"
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _set_state(cgroup, "THAWED")  # a frozen process dies when it is thawed
-        time.sleep(0.01)
-    with contextlib.suppress(OSError):
-        cgroup.rmdir()
-
-
-def _end_abandoned() -> None:
-    """End the racks of test runs that were killed."""
-    for cgroup in _FREEZER.glob("fskv-rack-*-*"):
-        rack, _, _ = cgroup.name.rpartition("-")
-        if not os.path.exists(f"/proc/{rack.rpartition('-')[2]}"):
-            _kill_group(cgroup)
-            subprocess.run(["ip", "netns", "del", rack], capture_output=True)
-
-
-class UmlNode:
+class UmlNode(netns.Client):
     """One machine of the rack."""
 
-    def __init__(self, rack: Rack, name: str, number: int, memory: str) -> None:
-        self.name = name
-        self.ip = f"{_SUBNET}.{number}"
+    def __init__(self, rack: Nfs, name: str, number: int, memory: str) -> None:
+        super().__init__(rack, name)
+        self.mount = "/run/kv"
         self._rack = rack
         self._number = number
         self._memory = memory
         self._num_boots = 0
-        self._num_programs = 0
-        self._frozen = False
-        self._cut_off = False
         self._cgroup = _FREEZER / f"{rack.name}-{name}"
         self._process: subprocess.Popen | None = None
         self.box: Letterbox | None = None
@@ -127,35 +59,28 @@ class UmlNode:
         arguments = [
             _KERNEL,
             f"mem={self._memory}",
-            "root=/dev/root",
-            "rootfstype=hostfs",
-            "rootflags=/",
-            "rw",
+            *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw"),
             f"init={_HERE}/guest_init",
             f"umid={self.name}",
             f"uml_dir={self._rack.directory}/uml/",
-            "con=null",
-            "con0=null,fd:1",
-            "quiet",
+            *("con=null", "con0=null,fd:1", "quiet"),
             # A fixed address: clients would look for the old one after the server's reboot, for 40 s.
-            f"vec0:transport=raw,ifname={self.name}1,depth=128,gro=0,mac=02:66:73:6b:76:{self._number:02x}",
+            f"vec0:transport=raw,ifname=eth0,depth=128,gro=0,mac=02:66:73:6b:76:{self._number:02x}",
             f"FSKV_NODE={self.name}",
-            f"FSKV_IP={self.ip}",
+            f"FSKV_IP={self._rack.subnet}.{self._number}",
             f"FSKV_TESTS={_HERE.parent}",
             f"FSKV_PYTHON={sys.executable}",
             f"FSKV_BOX={self.box.directory}",
         ]
+        # The shell joins the control group before the kernel starts: all its processes are in it.
+        join = ["/bin/sh", "-c", f'echo $$ >{self._cgroup}/cgroup.procs; exec "$@"', "sh"]
         with open(f"{where}/console", "wb") as console:
             self._process = subprocess.Popen(
-                # The shell joins the control group before the kernel starts: all its processes are in it.
-                [
-                    *("/bin/sh", "-c", f'echo $$ >{self._cgroup}/cgroup.procs; exec "$@"', "sh"),
-                    *("ip", "netns", "exec", self._rack.name, *arguments),
-                ],
+                [*join, *self._rack.entering(self.name), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                env={**os.environ, "PATH": _path(), "TMPDIR": self._rack.memory},
+                env={**netns.ENV, "TMPDIR": self._rack.memory},
                 start_new_session=True,
             )
         self.run("true", timeout_s=_BOOT_S)
@@ -163,7 +88,6 @@ class UmlNode:
     def kill(self) -> None:
         """Cut the power: the disk keeps what the kernel had written to it, and nothing else is kept."""
         _kill_group(self._cgroup)
-        self._frozen = False
         if self._process is not None:
             self._process.wait(30.0)
 
@@ -173,62 +97,29 @@ class UmlNode:
 
     def freeze(self) -> None:
         """Stop the whole machine. Not by SIGSTOP: that breaks the tracing User-Mode Linux lives on."""
-        self._frozen = True
         _set_state(self._cgroup, "FROZEN")
 
     def thaw(self) -> None:
-        if self._frozen:
-            _set_state(self._cgroup, "THAWED")
-        self._frozen = False
-
-    # --- network ----------------------------------------------------------------------------
-
-    def cut_off(self) -> None:
-        self._cut_off = True
-        self._rack.ip("link", "set", f"{self.name}0", "down")
-
-    def heal(self) -> None:
-        if self._cut_off:
-            self._rack.ip("link", "set", f"{self.name}0", "up")
-        self._cut_off = False
+        _set_state(self._cgroup, "THAWED")
 
     # --- commands ---------------------------------------------------------------------------
 
-    def run(self, command: str, timeout_s: float = _COMMAND_S) -> str:
-        """Run a shell command on the node and return what it printed; it has to succeed."""
+    def run(self, command: str, timeout_s: float = netns.COMMAND_S) -> str:
         done = self.box.ask(timeout_s, command=command)
         assert done["code"] == 0, (
             f"{self.name}: {command}: exit code {done['code']}\n{done['output']}"
         )
         return done["output"]
 
-    def mount(self, version: str) -> str:
-        """Mount the export with default options and return where."""
-        # The export is the pseudo root of version 4, because mountd cannot make one on hostfs.
-        path = "/run/export" if version == "3" else "/"
-        where = f"{MOUNT}/{version}"
-        self.run(f"mkdir -p {where}; mount -t nfs -o vers={version} {SERVER}:{path} {where}")
-        return where
+    def launch(self, command: str) -> None:
+        self.box.post(command=command)
 
-    def unmount(self, version: str) -> None:
-        """Unmount, even with files open or the server gone; a later mount starts without any cache."""
-        where = f"{MOUNT}/{version}"
-        self.run(f"umount {where} || umount -f {where} || umount -l {where}")
+    def end(self, pid: int) -> None:
+        self.run(f"kill -9 {pid} || true")
 
     def set_clock(self, offset_s: float) -> None:
         """Set the node's clock to the host's plus an offset."""
         self.run(f"date -s @{time.time() + offset_s:.3f}")
-
-    # --- programs ---------------------------------------------------------------------------
-
-    def start(self) -> Program:
-        """Start a node program of its own."""
-        self._num_programs += 1
-        return Program(
-            f"{self.box.directory}.program{self._num_programs}",
-            launch=lambda command: self.box.post(command=command),
-            end=lambda pid: self.run(f"kill -9 {pid} || true"),
-        )
 
 
 class GuestProcess:
@@ -239,11 +130,9 @@ class GuestProcess:
     def __init__(self, node: UmlNode, command: str, pid_path: str) -> None:
         self._node = node
         self._ticket = node.box.post(command=f"echo $$ >{pid_path}; exec {command}")
-        end = time.monotonic() + _COMMAND_S
-        while not os.path.exists(pid_path) or not (said := Path(pid_path).read_text()):
-            assert time.monotonic() < end, f"{node.name}: {command} did not start"
-            time.sleep(0.05)
-        self.pid = int(said)
+        path = Path(pid_path)
+        netns.wait(lambda: path.exists() and path.read_text(), f"{node.name}: {command} starts")
+        self.pid = int(path.read_text())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -251,7 +140,7 @@ class GuestProcess:
             self.wait(0.0)
         return self.returncode
 
-    def wait(self, timeout_s: float = _COMMAND_S) -> int:
+    def wait(self, timeout_s: float = netns.COMMAND_S) -> int:
         if self.returncode is None:
             try:
                 self.returncode = self._node.box.wait(self._ticket, timeout_s)["code"]
@@ -263,70 +152,73 @@ class GuestProcess:
         self._node.run(f"kill -{number:d} -- -{self.pid} || true")
 
 
-class Rack:
-    """`server` (knfsd on an ext4 disk of its own), `a` and `b` (clients; nothing is mounted yet)."""
+class Nfs(netns.Network):
+    """`server` (knfsd on an ext4 disk of its own); `a` and `b` have mounted it with default options."""
 
-    def __init__(self, memory: str = "768M") -> None:
-        """`memory` is a client's."""
+    version: str
+    memory_of_clients = "768M"
+    subnet = "10.78.7"
+    needed = (
+        *(_KERNEL, "ethtool", "mkfs.ext4", "modprobe"),
+        *("rpc.nfsd", "rpc.mountd", "mount.nfs", "rpcbind"),
+    )
+    needed_path = str(_FREEZER / "cgroup.procs")
+    outages: ClassVar = {
+        "server frozen": lambda it: it.stall(),
+        "server killed": lambda it: it.server.kill(),
+        **netns.Network.outages,
+    }
+
+    def __init__(self) -> None:
         _end_abandoned()
+        super().__init__()
         self._max_mappings = _MAPPINGS.read_text()
         self.export = "sync"
-        self.name = f"fskv-rack-{os.getpid()}"
-        # Not pytest's directory: the path of a socket below it would be too long.
-        self.directory = tempfile.mkdtemp(prefix="fskv-rack-")
         # The server's flushes are fsyncs of this file, and a guest's memory is a file, too: on a disk that
         # others use, both stall the whole rack for seconds.
-        self.memory = tempfile.mkdtemp(prefix="fskv-rack-", dir="/dev/shm")
+        self.memory = tempfile.mkdtemp(prefix="fskv-nfs-", dir="/dev/shm")
         self._disk = f"{self.memory}/disk"
         os.makedirs(f"{self.directory}/uml")
-        self.server = UmlNode(self, "srv", 1, "512M")
-        self.a = UmlNode(self, "a", 11, memory)
-        self.b = UmlNode(self, "b", 12, memory)
-        self.nodes = (self.server, self.a, self.b)
+        self.server = UmlNode(self, "server", 1, "512M")
+        self._nodes = (self.server, self.a, self.b)
+
+    def _client(self, name: str) -> UmlNode:
+        return UmlNode(self, name, 2 if name == "a" else 3, self.memory_of_clients)
 
     def up(self) -> None:
         if int(self._max_mappings) < _MAX_MAPPINGS:
             with contextlib.suppress(OSError):  # read-only: only an engine needs so many
                 _MAPPINGS.write_text(str(_MAX_MAPPINGS))
-        self._host("netns", "add", self.name)
-        self.ip("link", "add", "bridge0", "type", "bridge")
-        self.ip("link", "set", "bridge0", "up")
-        for node in self.nodes:
-            ours, theirs = f"{node.name}0", f"{node.name}1"
-            self.ip("link", "add", ours, "type", "veth", "peer", "name", theirs)
-            self.ip("link", "set", ours, "master", "bridge0", "up")
-            self.ip("link", "set", theirs, "up")
-            for device in (ours, theirs):
-                # A raw socket would get packets longer than its buffer, cut off.
-                off = [
-                    word
-                    for what in ["tx", "rx", "sg", "tso", "gso", "gro"]
-                    for word in (what, "off")
-                ]
-                self._in_namespace("ethtool", "-K", device, *off)
+        super().up()
+        for node in self._nodes:
+            node.inside("ip", "addr", "flush", "dev", "eth0")  # it is the guest's
+            node.inside("ethtool", "-K", "eth0", *_OFF)
+            self.inside("switch", "ethtool", "-K", node.name, *_OFF)
         self._boot()
 
     def _boot(self) -> None:
+        self.export = "sync"
         with open(self._disk, "wb") as file:
             file.truncate(1 << 30)
-        subprocess.run(
-            ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1", self._disk],
-            env={**os.environ, "PATH": _path()},
-            check=True,
-        )
+        lazy = "lazy_itable_init=1,lazy_journal_init=1"
+        netns.run("mkfs.ext4", "-q", "-F", "-E", lazy, self._disk)
         with ThreadPoolExecutor() as executor:
-            list(executor.map(lambda node: node.boot(), self.nodes))
-        self.serve()
+            list(executor.map(UmlNode.boot, self._nodes))
+        self._serve()
+        # The export is the pseudo root of version 4, because mountd cannot make one on hostfs.
+        export = f"{self.address}:{'/run/export' if self.version == '3' else '/'}"
+        for node in (self.a, self.b):
+            node.run(f"mount -t nfs -o vers={self.version} {export} {node.mount}")
 
     def renew(self) -> None:
         """Boot all nodes anew, the server with an empty disk: nothing is left of what went before."""
-        for node in self.nodes:
+        for node in self._nodes:
             node.kill()
             node.heal()
-        self.export = "sync"
         self._boot()
+        self.is_well()
 
-    def serve(self) -> None:
+    def _serve(self) -> None:
         """Start the NFS server on its booted node.
 
         Its disk is a file through hostfs, whose writes reach the host when the guest flushes. Not a disk of
@@ -349,55 +241,79 @@ class Rack:
             rpc.mountd"""
         )
 
-    def restart_server(self) -> None:
-        """Boot the server after its power was cut."""
-        self.server.boot()
-        self.serve()
+    def stall(self) -> None:
+        self.server.freeze()
 
-    def settle(self, versions: Sequence[str], timeout_s: float = 150.0) -> None:
-        """Return when plain commands write, read and remove files on every mount of both clients.
+    def restart(self) -> None:
+        """Boot the server if its power was cut."""
+        if not self.server.alive:
+            self.server.boot()
+            self._serve()
+
+    def is_well(self) -> bool:
+        """Return when plain commands write, read and remove files on the mounts of both clients.
 
         A server that was away has a grace period of 10 s, and a client repeats a lost request after 60 s.
         """
 
-        def use(node: UmlNode, version: str) -> None:
-            name = f"{MOUNT}/{version}/settle-{node.name}-{version}"
-            node.run(f"echo x >{name} && cat {name} && rm {name}", timeout_s)
+        def use(node: UmlNode) -> None:
+            name = f"{node.mount}/settle-{node.name}"
+            node.run(f"echo x >{name} && cat {name} && rm {name}", _SETTLE_S)
 
         with ThreadPoolExecutor() as executor:
-            uses = [executor.submit(use, n, v) for n in (self.a, self.b) for v in versions]
-        for each in uses:
-            each.result()
+            list(executor.map(use, (self.a, self.b)))
+        return True
 
-    def mend(self) -> None:
-        """Undo every fault that is still there."""
-        for node in self.nodes:
+    def undo(self) -> None:
+        for node in self._nodes:
             node.thaw()
             node.heal()
-        if not self.server.alive:
-            self.restart_server()
+        self.restart()
 
     def down(self) -> None:
-        for node in self.nodes:
+        for node in self._nodes:
             node.kill()
-        subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
-        for directory in (self.directory, self.memory):
-            shutil.rmtree(directory, ignore_errors=True)
+        super().down()
+        shutil.rmtree(self.memory, ignore_errors=True)
         with contextlib.suppress(OSError):
             _MAPPINGS.write_text(self._max_mappings)
 
-    def ip(self, *arguments: str) -> None:
-        self._in_namespace("ip", *arguments)
 
-    def _in_namespace(self, *command: str) -> None:
-        self._host("netns", "exec", self.name, *command)
+class Nfs4(Nfs):
+    title = "NFS 4.2"
+    version = "4.2"
 
-    @staticmethod
-    def _host(*arguments: str) -> None:
-        subprocess.run(
-            ["ip", *arguments],
-            env={**os.environ, "PATH": _path()},
-            capture_output=True,
-            check=True,
-            timeout=_COMMAND_S,
-        )
+
+class Nfs3(Nfs):
+    title = "NFS 3"
+    version = "3"
+
+
+def _pids(cgroup: Path) -> list[int]:
+    try:
+        return [int(line) for line in (cgroup / "cgroup.procs").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _set_state(cgroup: Path, state: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        (cgroup / "freezer.state").write_text(state)
+
+
+def _kill_group(cgroup: Path) -> None:
+    end = time.monotonic() + 30.0
+    while pids := _pids(cgroup):
+        assert time.monotonic() < end, f"{cgroup.name}: {pids} cannot be killed"
+        netns.send(pids, signal.SIGKILL)
+        _set_state(cgroup, "THAWED")  # a frozen process dies when it is thawed
+        time.sleep(0.01)
+    with contextlib.suppress(OSError):
+        cgroup.rmdir()
+
+
+def _end_abandoned() -> None:
+    """End the guests of test runs that were killed."""
+    for cgroup in _FREEZER.glob("fskv-nfs*-*-*"):
+        if not os.path.exists(f"/proc/{cgroup.name.split('-')[2]}"):
+            _kill_group(cgroup)
