@@ -218,14 +218,19 @@ class Capacity:
         self._loaded += nbytes
 
     def report_use(
-        self, used: int, hits: tuple[float, float], take_sights: Callable[[int], bytes]
+        self,
+        used: int,
+        hits: tuple[float, float],
+        take_sights: Callable[[int], bytes],
+        *,
+        at_once: bool = False,
     ) -> list[bytes]:
-        """Tell the process now and then what requests use; returns the sights that other engines told.
+        """Tell the process what requests use, every few seconds; returns the sights of other engines.
 
         `used` is in bytes, since the start. `take_sights` gives so many new names at most, packed.
         """
         now = self._clock()
-        if self._process is not None and now - self._traffic_at > _TRAFFIC_S:
+        if self._process is not None and (at_once or now - self._traffic_at > _TRAFFIC_S):
             self._traffic_at = now
             first, second = (int(1000 * each) for each in hits)
             message = {"loaded": self._loaded, "used": used}

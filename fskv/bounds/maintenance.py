@@ -276,6 +276,7 @@ class Maintainer:
             self._files.withdraw(self._heartbeat.name)
         if self._leader is not None:
             self._leader.save_snapshots()
+        self._tell_sights()
         self._sights.close()
         self._lease.release()
 
@@ -289,6 +290,12 @@ class Maintainer:
             self._files.publish(self._heartbeat)
             self._published, self._beat_at = self._heartbeat, time.monotonic()
 
+    def _tell_sights(self) -> None:
+        """Tell other engines what ours has seen. Raises OSError, and then it is lost."""
+        sights, self._new_sights = self._new_sights, b""
+        if sights:
+            self._sights.publish(sights)
+
     def _report(self, usage: Usage | None, space: Space) -> None:
         """Tell the engine each change, or at least that this process lives."""
         namespace, now = self._heartbeat.namespace, time.monotonic()
@@ -299,9 +306,7 @@ class Maintainer:
             try:
                 news = self._eviction_news.take_new(namespace.rpartition("@")[2])
                 self._news = (self._news + news)[-_MAX_NEWS_NBYTES:]
-                sights, self._new_sights = self._new_sights, b""
-                if sights:
-                    self._sights.publish(sights)
+                self._tell_sights()
                 self._others_sights = self._others_sights or self._sights.take_new()
             except OSError as error:
                 self._started = error.errno not in _GONE  # made again by the next step

@@ -217,11 +217,13 @@ class Lookup:
         if len(self._stored_by) > _MAX_STORING:  # parts of movers whose peers failed
             self._stored_by.clear()
 
-    def _follow(self, capacity: Capacity) -> None:
+    def _follow(self, capacity: Capacity, *, at_once: bool = False) -> None:
         """Have the admission go by the root's state, and tell others what was used and seen."""
         admission = self.admission
         used = admission.num_used * self._nbytes_together()
-        for sights in capacity.report_use(used, admission.hits, admission.take_new):
+        for sights in capacity.report_use(
+            used, admission.hits, admission.take_new, at_once=at_once
+        ):
             admission.hear(sights)
         if capacity.state is not self._state:
             was_unread = self.unread
@@ -380,6 +382,7 @@ class Lookup:
     def close(self) -> None:
         self.presence.close()
         if self.capacity is not None:
+            self._follow(self.capacity, at_once=True)
             self.capacity.close()
 
     def _nbytes(self, chunk: ChunkId) -> int:

@@ -112,7 +112,7 @@ class Grants:
     def loaded(self, nbytes):
         pass
 
-    def report_use(self, used, hits, take_sights):
+    def report_use(self, used, hits, take_sights, at_once=False):
         return []
 
     def close(self):
