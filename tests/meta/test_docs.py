@@ -6,7 +6,6 @@ Every check takes the document's text, so that each can be shown to fail on a do
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import pathlib
 import re
@@ -15,7 +14,6 @@ import sys
 
 import numpy as np
 import pytest
-import test_layers
 from places import REPOSITORY
 
 from fskv import __version__, namespace
@@ -109,22 +107,6 @@ def check_fields(text: str) -> None:
         assert f"`{field.name}`" in table, field.name
 
 
-def check_layers(text: str) -> None:
-    """Hold the document's tables against tests/meta/test_layers.py, which holds the imports."""
-    sources = {module: path.read_text(encoding="utf-8") for path, module in test_layers.modules()}
-    said = [
-        (pattern, int(layer[1:]))
-        for layer, (cell, _) in rows(text, "layer").items()
-        for pattern in re.findall(r"`(.*?)`", cell)
-    ]
-    layers: dict[str, int] = {}
-    for pattern, layer in sorted(said, key=lambda one: len(one[0])):  # the longest one counts
-        matched = fnmatch.filter(sources, pattern)
-        assert matched, f"{pattern} is no module"
-        layers |= dict.fromkeys(matched, layer)
-    assert layers == {module: test_layers.layer_of(module) for module in sources}
-
-
 def check_places(text: str) -> None:
     """Hold the table of what to change to the tree: each place is there."""
     table = text.split("| to change | begin in | and then |")[1].split("\n\n", maxsplit=1)[0]
@@ -138,7 +120,6 @@ HELD = [
     (check_json_line, "docs/vllm.md", "--shutdown-timeout 10 ", ""),
     (check_json_line, "README.md", "--shutdown-timeout 10 ", ""),
     (check_fields, "docs/format.md", "`tenant`", "`owner`"),
-    (check_layers, "docs/architecture.md", "| L2 | `fskv.root*`, ", "| L2 | `fskv.config`, "),
     (check_places, "docs/architecture.md", "`fskv/bounds/evict.py` |", "`fskv/bounds/prune.py` |"),
 ]
 
