@@ -29,6 +29,7 @@ from fskv.types import FileId, Status
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md"),
     *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+    *(f".github/ISSUE_TEMPLATE/{form}.yml" for form in ("bug", "feature", "wrong-output")),
 ]
 
 
@@ -329,6 +330,15 @@ def test_every_document_is_linked_from_the_readme():
     readme = text_of("README.md")
     for path in (REPOSITORY / "docs").glob("*.md"):
         assert f"](docs/{path.name})" in readme, path.name
+
+
+def test_the_workflow_runs_the_linters_and_both_parts_of_make_test_on_the_oldest_python():
+    text = text_of(".github/workflows/ci.yml")
+    oldest = re.search(r'requires-python = ">=(.*)"', text_of("pyproject.toml"))[1]
+    assert set(re.findall(r'python-version: "(.*)"', text)) == {oldest}
+    assert re.search(r"target: \[(.*)\]", text)[1] == "lint, test-unit, test-engines"
+    targets = [*re.findall(r"run: make ([a-z-]+)", text), "lint", "test-unit", "test-engines"]
+    check_make_targets("ci.yml", " ".join(f"`make {target}`" for target in targets))
 
 
 # Built from parts, or this file would be its own finding.
