@@ -162,8 +162,8 @@ def test_every_variable_of_the_dashboard_is_one_that_grafana_has():
 
 def test_every_alert_is_described_and_leads_to_a_section():
     alerts = [rule for rule in _rules() if "alert" in rule]
-    tested = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))["tests"]
-    assert [test["name"] for test in tested] == [rule["alert"] for rule in alerts]
+    fire = set(re.findall(r'alertname="(\w+)"', RULE_TESTS.read_text(encoding="utf-8")))
+    assert fire == {rule["alert"] for rule in alerts}
     for rule in alerts:
         document, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         check_links(document, f"[runbook](#{anchor})\n{text_of(document)}")
@@ -191,7 +191,6 @@ def test_each_alert_fires_where_it_should_and_not_where_it_should_not():
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in _rules() if "alert" in rule])
 def test_negative_control_an_alert_that_never_or_always_fires_fails_its_tests(alert, tmp_path):
     tests = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))
-    mine = [test for test in tests["tests"] if test["name"] == alert]
     for expr in ("vector(1) == 0", "vector(1)"):
         content = yaml.safe_load(RULES.read_text(encoding="utf-8"))
         for group in content["groups"]:
@@ -199,7 +198,7 @@ def test_negative_control_an_alert_that_never_or_always_fires_fails_its_tests(al
                 if rule.get("alert") == alert:
                     rule["expr"] = expr
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(content))
-        case = {**tests, "rule_files": ["rules.yml"], "tests": mine}
+        case = {**tests, "rule_files": ["rules.yml"]}
         (tmp_path / "test.yml").write_text(yaml.safe_dump(case))
         assert _promtool("test", "rules", str(tmp_path / "test.yml")).returncode != 0, expr
 

@@ -12,19 +12,14 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from places import REPOSITORY
 
 from fskv import __version__, namespace
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.config import StoreConfig
-from fskv.data_path.store import ChunkStore
-from fskv.data_path.transports.host import HostSlot, HostTransport
-from fskv.format.chunk_file import FileLayout
 from fskv.kv_transfer.multi import MultiConfig, stores_of
-from fskv.root.root import NamespaceDir
-from fskv.types import FileId, Status
+from fskv.types import Status
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md"),
@@ -137,35 +132,26 @@ def read_with_snippet(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, FileId]:
-    """Store a chunk of two rows through ChunkStore and return its file."""
-    (directory / "tmp").mkdir()
-    (directory / "chunks").mkdir()
-    layout = FileLayout(3, (24000, 8000), bytes(range(16)))
-    transport = HostTransport(
-        [], layout.file_nbytes, probe_dir=str(directory / "tmp"), direct_io="off"
-    )
-    namespace_dir = NamespaceDir(str(directory), bytes(32), 0o700, 0o600)
-    store = ChunkStore(namespace_dir, {2: layout}, transport, touch_interval_s=600)
-    slot = HostSlot(0, np.zeros(layout.file_nbytes, np.uint8))
-    slot.array[layout.header_nbytes :] = 7
-    chunk = FileId(b"the engine's key", 2)
-    assert store.put(chunk, 0, slot) is Status.OK
-    return pathlib.Path(store.path(chunk)), chunk
+@pytest.fixture
+def chunk(make_world):
+    """Return a store's world with a chunk of two rows, number 7."""
+    world = make_world(pages=(24000, 8000), blocks_per_chunk=3, group_idx=2)
+    assert world.put(7, world.content(7)) is Status.OK
+    return world
 
 
-def test_the_reader_reads_what_the_store_wrote(tmp_path):
-    path, chunk = stored_chunk(tmp_path)
-    done = read_with_snippet(path)
+def test_the_reader_reads_what_the_store_wrote(chunk):
+    done = read_with_snippet(chunk.path(7))
     assert done.returncode == 0, done.stderr
+    key = chunk.chunk(7).key_hash.hex()
     assert done.stdout.split() == [
-        *("key", chunk.key_hash.hex(), "group", "2", "blocks", "3", "pages", "24000", "8000")
+        *("key", key, "group", "2", "blocks", "3", "pages", "24000", "8000")
     ]
 
 
 @pytest.mark.parametrize("at", [0, 9, 13, 40, 4000, 70000, -1, None])
-def test_the_reader_notices_damage(tmp_path, at):
-    path, _ = stored_chunk(tmp_path)
+def test_the_reader_notices_damage(chunk, at):
+    path = pathlib.Path(chunk.path(7))
     content = bytearray(path.read_bytes())
     if at is None:
         del content[-4096:]
