@@ -48,24 +48,15 @@ HOMES = {
     ),
     "triton": ("fskv.data_path.transports*",),
     "numpy": (
-        "fskv.format.spans",
-        "fskv.gds_io",
-        "fskv.data_path.transports*",
-        "fskv.engines*",
-        "fskv.index*",
-        "fskv.bounds.evict",
-        "tools.survey",
-        "tools.pruning",
-        "tools.bench.store",
+        *("fskv.format.spans", "fskv.gds_io", "fskv.data_path.transports*", "fskv.engines*"),
+        *("fskv.index*", "fskv.bounds.evict"),
+        *("tools.survey", "tools.pruning", "tools.bench.store"),
     ),
     "aiofiles": ("fskv.index*", "fskv.bounds.evict"),
     "typer": ("tools*",),
     "rich": ("tools*",),
     # top and report read what engines publish, prune --watch publishes
-    "prometheus_client": (
-        *("tools.endpoint", "tools.exporter"),
-        "fskv.engines.prometheus",
-    ),
+    "prometheus_client": ("tools.endpoint", "tools.exporter", "fskv.engines.prometheus"),
     # report
     "matplotlib": ("tools.report*",),
     "jinja2": ("tools.report*",),
