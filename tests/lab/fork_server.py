@@ -31,6 +31,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
+from places import LAB
+
 # Read when an engine is made or later, never at import.
 _LATE = {
     "VLLM_CPU_KVCACHE_SPACE",
@@ -107,9 +109,10 @@ class ForkServer:
         words = [str(word) for word in arguments]
         with self._lock:
             if not self._started:
-                self._context.set_forkserver_preload(list(ENGINE_MODULES))
+                self._context.set_forkserver_preload([*ENGINE_MODULES, "frozen"])
+                path = os.pathsep.join(filter(None, [str(LAB), self.env.get("PYTHONPATH")]))
                 # One thread in OpenBLAS: its pool would be the only other thread when it forks.
-                around = {**self.env, "OPENBLAS_NUM_THREADS": "1"}
+                around = {**self.env, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
                 with mock.patch.dict(os.environ, around, clear=True):
                     forkserver.ensure_running()
             child = self._context.Process(
