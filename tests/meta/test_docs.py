@@ -6,31 +6,25 @@ Every check takes the document's text, so that each can be shown to fail on a do
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import pathlib
 import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-import test_layers
 from places import REPOSITORY
 
 from fskv import __version__, namespace
 from fskv._version import VLLM_NEWEST, VLLM_OLDEST, VLLM_TESTED
 from fskv.config import StoreConfig
-from fskv.data_path.store import ChunkStore
-from fskv.data_path.transports.host import HostSlot, HostTransport
-from fskv.format.chunk_file import FileLayout
 from fskv.kv_transfer.multi import MultiConfig, stores_of
-from fskv.root.root import NamespaceDir
-from fskv.types import FileId, Status
+from fskv.types import Status
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md"),
     *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+    *(f".github/ISSUE_TEMPLATE/{form}.yml" for form in ("bug", "feature", "wrong-output")),
 ]
 
 
@@ -109,37 +103,11 @@ def check_fields(text: str) -> None:
         assert f"`{field.name}`" in table, field.name
 
 
-def check_layers(text: str) -> None:
-    """Hold the document's tables against tests/meta/test_layers.py, which holds the imports."""
-    sources = {module: path.read_text(encoding="utf-8") for path, module in test_layers.modules()}
-    said = [
-        (pattern, int(layer[1:]))
-        for layer, (cell, _) in rows(text, "layer").items()
-        for pattern in re.findall(r"`(.*?)`", cell)
-    ]
-    layers: dict[str, int] = {}
-    for pattern, layer in sorted(said, key=lambda one: len(one[0])):  # the longest one counts
-        matched = fnmatch.filter(sources, pattern)
-        assert matched, f"{pattern} is no module"
-        layers |= dict.fromkeys(matched, layer)
-    assert layers == {module: test_layers.layer_of(module) for module in sources}
-
-
-def check_places(text: str) -> None:
-    """Hold the table of what to change to the tree: each place is there."""
-    table = text.split("| to change | begin in | and then |")[1].split("\n\n", maxsplit=1)[0]
-    places = re.findall(r"`([\w/.]+/[\w/.]*)`", table)
-    assert len(places) > 20
-    assert [place for place in places if not (REPOSITORY / place).exists()] == []
-
-
 # check, its document, and words that make it fail: `old` is replaced by `new`
 HELD = [
     (check_json_line, "docs/vllm.md", "--shutdown-timeout 10 ", ""),
     (check_json_line, "README.md", "--shutdown-timeout 10 ", ""),
     (check_fields, "docs/format.md", "`tenant`", "`owner`"),
-    (check_layers, "docs/architecture.md", "| L2 | `fskv.root*`, ", "| L2 | `fskv.config`, "),
-    (check_places, "docs/architecture.md", "`fskv/bounds/evict.py` |", "`fskv/bounds/prune.py` |"),
 ]
 
 
@@ -164,35 +132,26 @@ def read_with_snippet(path: pathlib.Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def stored_chunk(directory: pathlib.Path) -> tuple[pathlib.Path, FileId]:
-    """Store a chunk of two rows through ChunkStore and return its file."""
-    (directory / "tmp").mkdir()
-    (directory / "chunks").mkdir()
-    layout = FileLayout(3, (24000, 8000), bytes(range(16)))
-    transport = HostTransport(
-        [], layout.file_nbytes, probe_dir=str(directory / "tmp"), direct_io="off"
-    )
-    namespace_dir = NamespaceDir(str(directory), bytes(32), 0o700, 0o600)
-    store = ChunkStore(namespace_dir, {2: layout}, transport, touch_interval_s=600)
-    slot = HostSlot(0, np.zeros(layout.file_nbytes, np.uint8))
-    slot.array[layout.header_nbytes :] = 7
-    chunk = FileId(b"the engine's key", 2)
-    assert store.put(chunk, 0, slot) is Status.OK
-    return pathlib.Path(store.path(chunk)), chunk
+@pytest.fixture
+def chunk(make_world):
+    """Return a store's world with a chunk of two rows, number 7."""
+    world = make_world(pages=(24000, 8000), blocks_per_chunk=3, group_idx=2)
+    assert world.put(7, world.content(7)) is Status.OK
+    return world
 
 
-def test_the_reader_reads_what_the_store_wrote(tmp_path):
-    path, chunk = stored_chunk(tmp_path)
-    done = read_with_snippet(path)
+def test_the_reader_reads_what_the_store_wrote(chunk):
+    done = read_with_snippet(chunk.path(7))
     assert done.returncode == 0, done.stderr
+    key = chunk.chunk(7).key_hash.hex()
     assert done.stdout.split() == [
-        *("key", chunk.key_hash.hex(), "group", "2", "blocks", "3", "pages", "24000", "8000")
+        *("key", key, "group", "2", "blocks", "3", "pages", "24000", "8000")
     ]
 
 
 @pytest.mark.parametrize("at", [0, 9, 13, 40, 4000, 70000, -1, None])
-def test_the_reader_notices_damage(tmp_path, at):
-    path, _ = stored_chunk(tmp_path)
+def test_the_reader_notices_damage(chunk, at):
+    path = pathlib.Path(chunk.path(7))
     content = bytearray(path.read_bytes())
     if at is None:
         del content[-4096:]
@@ -348,6 +307,15 @@ def test_every_document_is_linked_from_the_readme():
     readme = text_of("README.md")
     for path in (REPOSITORY / "docs").glob("*.md"):
         assert f"](docs/{path.name})" in readme, path.name
+
+
+def test_the_workflow_runs_the_linters_and_both_parts_of_make_test_on_the_oldest_python():
+    text = text_of(".github/workflows/ci.yml")
+    oldest = re.search(r'requires-python = ">=(.*)"', text_of("pyproject.toml"))[1]
+    assert set(re.findall(r'python-version: "(.*)"', text)) == {oldest}
+    assert re.search(r"target: \[(.*)\]", text)[1] == "lint, test-unit, test-engines"
+    targets = [*re.findall(r"run: make ([a-z-]+)", text), "lint", "test-unit", "test-engines"]
+    check_make_targets("ci.yml", " ".join(f"`make {target}`" for target in targets))
 
 
 # Built from parts, or this file would be its own finding.

@@ -16,9 +16,7 @@ import struct
 import types
 import unicodedata
 
-import document_reader
 import pytest
-import xxhash
 from test_docs import fenced, rows, text_of
 
 from fskv import namespace
@@ -104,25 +102,24 @@ def check_namespace(text: str) -> int:
 _HASH, _NAMESPACE = (hashlib.sha256(text).digest() for text in (b"example", b"namespace"))
 
 
-def chunk(**changes) -> tuple[bytes, bytes]:
-    """Return header and payload of the document's worked example, with some fields changed."""
+def chunk() -> tuple[bytes, bytes]:
+    """Return header and payload of the document's worked example."""
     layout = FileLayout(2, (24, 40), bytes(range(16)))
     payload = bytes(range(128)).ljust(layout.payload_nbytes, b"\0")
-    fields = {
-        "key_hash": _HASH,
-        "group_idx": 1,
-        "rank": 0,
-        "namespace_digest": _NAMESPACE,
-        "layout_digest": layout.digest,
-        "num_blocks": 2,
-        "page_nbytes": (24, 40),
-        "first_block": 0,
-        "payload_nbytes": layout.payload_nbytes,
-        "row_digests": xxh3_rows(memoryview(payload)),
-        "creator": "fskv/0.1.0",
-        "written_at_ms": 1767225600000,
-    }
-    header = ChunkHeader(**{**fields, **changes})
+    header = ChunkHeader(
+        key_hash=_HASH,
+        group_idx=1,
+        rank=0,
+        namespace_digest=_NAMESPACE,
+        layout_digest=layout.digest,
+        num_blocks=2,
+        page_nbytes=(24, 40),
+        first_block=0,
+        payload_nbytes=layout.payload_nbytes,
+        row_digests=xxh3_rows(memoryview(payload)),
+        creator="fskv/0.1.0",
+        written_at_ms=1767225600000,
+    )
     return encode_header(header, layout.header_nbytes), payload
 
 
@@ -140,24 +137,6 @@ def check_example(text: str) -> int:
     assert f"`{namespace.chunk_path(_HASH, 1, None)}`" in text
     assert f"the file has {len(made) + len(payload)} bytes" in " ".join(text.split())
     return len(shown)
-
-
-_WORDS = {
-    ChunkCorrupt: document_reader.CORRUPT,
-    ChunkStale: document_reader.STALE,
-}
-
-
-def verdicts(header: bytes, payload: bytes) -> str:
-    """Return what fskv says of a header; `document_reader` must say the same of the file."""
-    said = document_reader.GOOD
-    try:
-        parse_header(header)
-    except (ChunkCorrupt, ChunkStale) as error:
-        said = _WORDS[type(error)]
-    want = document_reader.Wanted(_HASH, 1, 0, _NAMESPACE, bytes(range(16)), 2, (24, 40))
-    assert document_reader.judge(header + payload, want) == said
-    return said
 
 
 @pytest.mark.parametrize(
@@ -227,17 +206,9 @@ def changed(path: str, value: object) -> dict:
 
 
 _OPTIONAL = {"canonical_format", "tenant", "model_runner", "extra"}
-_REQUIRED = sorted(example(FORMAT).keys() - _OPTIONAL)
-_OF_A_GROUP = (
-    "group_idx",
-    "kind",
-    "window_tokens",
-    "tokens_per_block",
-    "page_nbytes",
-    "layer_names",
-)
+_OF_A_GROUP = [field.name for field in dataclasses.fields(namespace.GroupIdentity)]
 _REFUSED = [
-    *((name, ...) for name in (*sorted(_REQUIRED), *(f"groups.1.{name}" for name in _OF_A_GROUP))),
+    *((f"groups.1.{name}", ...) for name in _OF_A_GROUP),
     *((name, None) for name in (*sorted(_OPTIONAL), "engine", "tokens_per_hash", "groups")),
     *((name, "") for name in ("tenant", "model_runner", "engine", "groups.0.kind")),
     *(("extra", {}), ("integrity", "xxh3-64"), ("format", 2), ("format", 1.0)),
@@ -282,16 +253,8 @@ def test_negative_control_what_it_allows_is_taken_and_is_another_namespace(path,
 @pytest.mark.parametrize(
     "source",
     [
-        '{"a": 1, "a": 1}',
-        '{"a": 1, "\\u0061": 2}',
-        "\ufeff{}",
-        "[NaN]",
-        "[Infinity]",
-        "[01]",
-        "[1.]",
-        '["\x01"]',
-        "[1,]",
-        "",
+        *('{"a": 1, "a": 1}', '{"a": 1, "\\u0061": 2}', "\ufeff{}", '["\x01"]', ""),
+        *("[NaN]", "[Infinity]", "[01]", "[1.]", "[1,]"),
     ],
 )
 def test_what_is_no_json_for_all_is_none(source):
@@ -343,37 +306,6 @@ def test_a_number_beyond_a_double_is_refused():
 
 # --- the verdicts of a reader ------------------------------------------------------------------
 
-GOOD, CORRUPT, STALE = document_reader.GOOD, document_reader.CORRUPT, document_reader.STALE
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"creator": ""}, GOOD),
-        ({"written_at_ms": 2**62}, GOOD),
-        *(({"written_at_ms": bad}, CORRUPT) for bad in (2**62 + 1, -1)),
-        # Out of its bounds comes before not being what was asked for.
-        *(({name: 2**31 + 1}, CORRUPT) for name in ("group_idx", "rank")),
-        *(({name: b""}, CORRUPT) for name in ("key_hash", "namespace_digest", "layout_digest")),
-        *(({name: bytes(65)}, CORRUPT) for name in ("namespace_digest", "layout_digest")),
-        *(({"first_block": bad}, CORRUPT) for bad in (2, -1)),
-        *(({"page_nbytes": bad}, CORRUPT) for bad in ((64, 0), (2**40,), ())),
-        *(({"payload_nbytes": bad}, CORRUPT) for bad in (0, 8192, 2**50 + 4096)),
-        ({"row_digests": bytes(16)}, CORRUPT),
-    ],
-)
-def test_a_value_out_of_its_bounds_is_corrupt(changes, said):
-    assert verdicts(*chunk(**changes)) == said
-
-
-@pytest.mark.parametrize("value", [1, 64, 2**32 - 1])
-def test_what_has_to_be_zero_in_the_prefix_is_corrupt_if_it_is_not(value):
-    header, payload = chunk()
-    whole = header[:20] + struct.pack("<I", value) + bytes(8) + header[32:]
-    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(whole))
-    assert verdicts(whole[:24] + checksum + whole[32:], payload) == CORRUPT
-    assert verdicts(header, payload) == GOOD, "the control"
-
 
 def test_a_file_that_ends_in_its_header_is_corrupt_unless_it_is_of_another_version():
     header, _ = chunk()
@@ -396,12 +328,6 @@ def test_a_file_whose_header_is_not_that_of_its_name_is_stale(wrong):
     else:
         with pytest.raises(ChunkStale):
             Expected().compare(header, name._replace(**{wrong: other[wrong]}))
-
-
-def test_a_chunk_in_the_directory_of_another_is_foreign():
-    path = namespace.chunk_path(_HASH, 1, None)
-    assert namespace.parse_chunk_path(path)
-    assert namespace.parse_chunk_path(path.replace("chunks/5db/", "chunks/5dc/")) is None
 
 
 def test_what_is_not_there_is_missing_and_other_errors_say_nothing_about_a_file():

@@ -27,7 +27,7 @@ gpu.plan.steps = lambda part, quick: [
     Step("crashing", 20, ("-c", "import os; os.kill(os.getpid(), 11)")),
     Step("skipping", 20, ("-c", "import sys; print('no GPU here', file=sys.stderr); sys.exit(77)")),
     Step("no program", 20, ("a-program-of-nobody",)),
-    Step("hanging", HANG_S, ("sh", "-c", HANG, PID)),
+    Step("hanging", 3.0, ("sh", "-c", HANG, PID)),
     Step("after it", 20, ("-c", "open('{dir}/file', 'w').write('x'); print('[1, 2]')"),
          figures=lambda found: {"sum": sum(found[0])}),
 ]
@@ -36,44 +36,31 @@ sys.exit(gpu.main(sys.argv[1:]))
 HANG = "(echo $$ > $0.part; mv $0.part $0; sleep 600) & echo said before; wait"
 
 
-class Hour:
-    """The runner over STEPS; `pid` is a step's child."""
-
-    def __init__(self, tmp_path, hang_s, *arguments, program=STEPS):
-        self.out, self.storage = tmp_path / "out", tmp_path / "storage"
-        self.pid_file = tmp_path / "pid"
-        head = f"PID = {str(self.pid_file)!r}\nHANG = {HANG!r}\n"
-        program = head + program.replace("HANG_S", str(hang_s))
-        places = ["--out", str(self.out), "--dir", str(self.storage)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, "b", *places, *arguments],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    @property
-    def pid(self):
-        wait_for(self.pid_file.exists, 60)
-        return int(self.pid_file.read_text())
-
-    def end(self):
-        """Return the exit code and the steps by name."""
-        self.printed, self.said = self.process.communicate(timeout=120)
-        found = json.loads((self.out / "part-b.json").read_text())
-        self.text = (self.out / "page.txt").read_text()
-        assert sorted(os.listdir(self.out)) == ["page.txt", "part-b.json"]
-        assert os.listdir(self.storage) == []
-        return self.process.returncode, {step["name"]: step for step in found["steps"]}
+def started(tmp_path, program=STEPS):
+    """Start the runner over the steps; return its process, and the process id of the hanging step's child."""
+    pid_file = tmp_path / "pid"
+    program = f"PID = {str(pid_file)!r}\nHANG = {HANG!r}\n" + program
+    places = ["--out", str(tmp_path / "out"), "--dir", str(tmp_path / "storage")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "b", *places],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(pid_file.exists, 60)
+    return process, int(pid_file.read_text())
 
 
 def test_each_step_ends_and_the_page_says_how(tmp_path):
-    hour = Hour(tmp_path, 3.0)
-    child = hour.pid
+    process, child = started(tmp_path)
     assert not has_ended(child)
-    code, steps = hour.end()
-    assert code == 1, hour.said
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    out = tmp_path / "out"
+    assert sorted(os.listdir(out)) == ["page.txt", "part-b.json"]
+    assert os.listdir(tmp_path / "storage") == []
+    steps = {step["name"]: step for step in json.loads((out / "part-b.json").read_text())["steps"]}
     assert {name: (step["status"], step["why"]) for name, step in steps.items()} == {
         "good": ("good", ""),
         "failing": ("failed", "the reason"),
@@ -89,18 +76,17 @@ def test_each_step_ends_and_the_page_says_how(tmp_path):
     assert steps["failing"]["tail"] == ["some words", "the reason"]
     assert steps["hanging"]["tail"] == ["said before"]
     assert has_ended(child), "a child outlived its step"
-    assert hour.printed == hour.text
-    assert "2 good, 2 failed, 1 killed, 2 skipped" in hour.text
-    assert "GB/s: 2.5" in hour.text
+    assert printed == (out / "page.txt").read_text()
+    assert "2 good, 2 failed, 1 killed, 2 skipped" in printed
+    assert "GB/s: 2.5" in printed
 
 
 def test_negative_control_where_the_group_is_not_killed_the_child_lives(tmp_path):
     program = STEPS.replace("steps._LEAST_S", "steps.os.killpg = lambda *_: 0; steps._LEAST_S")
     program = program.replace("steps._LEAST_S =", "steps._DEATH_S = 0.1; steps._LEAST_S =")
-    hour = Hour(tmp_path, 3.0, program=program)
-    child = hour.pid
+    process, child = started(tmp_path, program)
     try:
-        hour.end()
+        process.communicate(timeout=120)
         assert not has_ended(child)
     finally:
         os.kill(child, signal.SIGKILL)

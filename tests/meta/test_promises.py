@@ -11,25 +11,12 @@ import re
 
 import pytest
 from places import REPOSITORY
+from test_docs import rows, text_of
 
 from trials.mutants import read_faults
 
 FAILURES = "What happens when"  # its rows are those of README's table, each on a real engine
-# Promises that no test of `make test` holds there, each with the reason.
-MISSING: dict[str, str] = {}
 FAULTS = read_faults()
-
-
-def text_of(name: str) -> str:
-    return (REPOSITORY / name).read_text(encoding="utf-8")
-
-
-def table(text: str, header: str) -> list[list[str]]:
-    """Return the cells of the rows below the first such header, without backticks."""
-    _, found, rest = text.partition(f"{header}\n|---")
-    assert found, f"no table begins with {header!r}"
-    lines = rest.split("\n\n")[0].splitlines()[1:]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 
 
 def is_slow(decorator: ast.expr) -> bool:
@@ -90,20 +77,18 @@ def check_control(control: str, test: str, where: str) -> None:
 def check(text: str, readme: str) -> None:
     header, *lines = text.splitlines()
     assert header == "section\tpromise\ttest\tcontrol\twhere"
-    rows = [line.split("\t") for line in lines]
-    assert len({promise for _, promise, *_ in rows}) == len(rows), "a promise is there twice"
-    for _, promise, test, control, where in rows:
-        if test == "MISSING":
-            assert (control, where) == ("none", "-"), promise
-            continue
+    promises = [line.split("\t") for line in lines]
+    assert len({promise for _, promise, *_ in promises}) == len(promises), (
+        "a promise is there twice"
+    )
+    for _, promise, test, control, where in promises:
         assert place(test) == where, promise
         check_control(control, test, where)
-    assert {promise for _, promise, test, *_ in rows if test == "MISSING"} == MISSING.keys()
-    of_readme = table(readme, "| the disk | what fskv does | what you see |")
-    failures = [row for row in rows if row[0] == FAILURES]
-    assert [row[1] for row in failures] == [row[0] for row in of_readme]
+    failures = [row for row in promises if row[0] == FAILURES]
+    assert [row[1] for row in failures] == list(rows(readme, "the disk"))
     for _, promise, test, _, where in failures:
-        assert test == "MISSING" or (test.startswith("engines/") and where == "test"), promise
+        assert test.startswith("engines/"), promise
+        assert where == "test", promise
 
 
 def test_every_promise_has_a_test_that_exists_and_runs_where_the_table_says():
