@@ -25,34 +25,25 @@ CHUNKS = MODEL.prompt_tokens // CHUNK_TOKENS
 SLOW_RENAME = "rename slow_ms=1500 suffix=.kv"
 
 
-def _start(root: pathlib.Path, steps: list, timeout_s: int, faults: DiskFaults) -> lab.Engine:
+def _run(root: str, steps: list, timeout_s: int, faults: DiskFaults) -> None:
     faults.set(SLOW_RENAME)
-    health = str(root.parent / "health.json")
     what = lab.request(
         MODEL,
         steps,
-        transfer=lab.connector(str(root), hybrid_chunk_size=CHUNK_TOKENS, health_file=health),
+        transfer=lab.connector(
+            root, hybrid_chunk_size=CHUNK_TOKENS, health_file=f"{root}-health.json"
+        ),
         engine={"shutdown_timeout": timeout_s},
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **faults.env()},
+        flush=False,
     )
-    return lab.start_engine({**what, "flush": False}, str(root.parent / "engine"))
+    lab.run(what)
 
 
-def _health(root: pathlib.Path) -> str:
+def _health(root: str) -> str:
     with contextlib.suppress(FileNotFoundError):
-        return json.loads((root.parent / "health.json").read_text())["state"]
+        return json.loads(pathlib.Path(f"{root}-health.json").read_text())["state"]
     return ""
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def faults(root, tmp_path, native_library):
-    return DiskFaults(native_library("disk"), root, tmp_path / "faults")
 
 
 @pytest.mark.slow
@@ -62,13 +53,12 @@ def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunk
 ):
     """With vLLM's default of 0 s the engine gets SIGTERM and at once SIGKILL, with all its descendants."""
     steps = [lab.generate(MODEL.main_prompt(), "last"), {"shutdown": timeout_s}]
-    result = _start(root, steps, timeout_s, faults).wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    _run(root, steps, timeout_s, faults)
     wait_for(lambda: _health(root) == "ended", 20)
     shared = f"{root}/.fskv-maintenance"
     wait_for(lambda: not os.path.exists(f"{shared}/lease.json"), 20)
     assert SharedFiles(shared).heartbeats() == []
-    stored = len(lab.chunks(str(root)))
+    stored = len(lab.chunks(root))
     if timeout_s:
         assert (stored, faults.fired()) == (CHUNKS, CHUNKS)
     else:

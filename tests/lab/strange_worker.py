@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strange_engine import without_impl
+from lab_engine import without_impl
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -10,23 +10,15 @@ place.
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
 import sys
 import threading
 import time
 from typing import Any
 
-import places  # noqa: F401
 from quick_constants import set_constants
+from scenarios import make_llm, sampling, tell
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-)
 MAX_MODEL_LEN = 2048
 # Blocks that are full together, one of them vLLM's own: model and number.
 _ENGINES = {"two_loads": ("gpt_oss", 33), "failed_first": ("gpt_oss", 41)}
@@ -65,8 +57,6 @@ def num_tokens(label: str) -> int:
 class Scenario:
     def __init__(self, root: str, how: list[str]) -> None:
         import engine_lab as lab
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
 
         from faults import transport as faults
         from fskv import config
@@ -88,15 +78,12 @@ class Scenario:
                 set_constants(quarantine_s=quarantine_s)
             config._MOST_BASES = 100  # no store is given up while a slow machine computes
             options = {
-                "root": root,
                 # One thread reads in order, so the bad read is that of the ninth chunk.
                 "io_threads": 1 if how[:1] == ["bad_read"] else 2,
                 "load_deadline_s": DEADLINE_S,
                 **({"hybrid_chunk_size": 128} if name == "llama" else {}),
             }
-            transfer = KVTransferConfig(
-                kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
-            )
+            transfer = lab.connector(root, **options)
         if "late_reads" in how:
             from fskv.data_path.job import Job
 
@@ -114,19 +101,8 @@ class Scenario:
         if "in_place" in how:
             admission.Admission.failed = lambda admission, req_ids: None
         few = {"num_gpu_blocks_override": self.num_blocks} if transfer else {}
-        self.llm = LLM(
-            model=lab.checkpoint(name),
-            kv_transfer_config=transfer,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=1024,
-            max_num_seqs=4,
-            disable_log_stats=False,
-            seed=0,
-            **few,
-            **model.engine_kwargs(),
-        )
+        few |= {"max_model_len": MAX_MODEL_LEN}
+        self.llm = make_llm(model, lab.checkpoint(name), transfer, **few)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.tokens: dict[str, list[int]] = {}
@@ -148,14 +124,9 @@ class Scenario:
     def manager(self) -> Any:
         return self.core.scheduler.connector._manager
 
-    def sampling(self, count: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
     def add(self, label: str) -> None:
         prompt = {"prompt_token_ids": self.prompts[label]}
-        self.engine.add_request(label, prompt, self.sampling(num_tokens(label)))
+        self.engine.add_request(label, prompt, sampling(num_tokens(label)))
 
     def abort(self, label: str) -> None:
         self.engine.abort_request([label])
@@ -198,13 +169,13 @@ class Scenario:
             assert time.monotonic() < end, "in vain"
 
     def add_small(self) -> None:
-        self.engine.add_request(
-            f"small {time.monotonic()}", {"prompt_token_ids": [1]}, self.sampling(1)
-        )
+        self.engine.add_request(f"small {time.monotonic()}", {"prompt_token_ids": [1]}, sampling(1))
 
     def left(self) -> dict[str, int]:
         """Return what should be nothing when no request is left."""
-        scheduler = self.core.scheduler
+        from fskv.observe.metrics import SLOTS_IN_USE, THREADS_HUNG
+
+        scheduler, gauges = self.core.scheduler, self.worker.mover.gauges()
         of_connector = scheduler.connector.connector_scheduler
         pool = scheduler.kv_cache_manager.block_pool
         return {
@@ -217,16 +188,8 @@ class Scenario:
             "stores": self.worker.mover._runner.num_open_stores,
             "storing": len(self.manager.chunks.storing),
             "told": len(self.manager._told),
-            **{metric.name: int(self.gauge(metric)) for metric in self.gauges()},
+            **{metric.name: int(gauges[metric]) for metric in (SLOTS_IN_USE, THREADS_HUNG)},
         }
-
-    def gauges(self) -> list[Any]:
-        from fskv.observe import metrics
-
-        return [metrics.SLOTS_IN_USE, metrics.THREADS_HUNG]
-
-    def gauge(self, metric: Any) -> float:
-        return self.worker.mover.gauges()[metric]
 
     # --- the parts ----------------------------------------------------------------------------
 
@@ -323,7 +286,9 @@ class Scenario:
         self.add("deferred")
         self.step()
         # Known to the connector, and not scheduled.
-        deferred = bool(self.manager_requests()) and not self.core.scheduler.running
+        scheduler = self.core.scheduler
+        known = bool(scheduler.connector.connector_scheduler._req_status)
+        deferred = known and not scheduler.running
         self.abort("deferred")
         self.add("after_deferred")
         self.finish("after_deferred")
@@ -331,9 +296,6 @@ class Scenario:
         gate.set()
         self.settle()
         return deferred
-
-    def manager_requests(self) -> set[str]:
-        return set(self.core.scheduler.connector.connector_scheduler._req_status)
 
     def crowd(self) -> int:
         labels = [f"crowd {number}" for number in range(NUM_CROWD)]
@@ -362,7 +324,7 @@ class Scenario:
 
         try:
             prompt = {"prompt_token_ids": [1] * (MAX_MODEL_LEN + 1)}
-            self.engine.add_request("too long", prompt, self.sampling(1))
+            self.engine.add_request("too long", prompt, sampling(1))
         except (ValueError, VLLMValidationError) as error:
             return str(error)
         return ""
@@ -407,7 +369,7 @@ def main() -> None:
         left["many"] = scenario.left()
     answer = {"tokens": scenario.tokens, "cached": scenario.cached, "left": left, **answer}
     scenario.engine.engine_core.shutdown()
-    print("\n" + json.dumps(answer), flush=True)
+    tell(answer)
 
 
 if __name__ == "__main__":
