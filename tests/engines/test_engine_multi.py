@@ -153,29 +153,6 @@ def test_zeroed_files_of_the_chosen_root_change_the_tokens_so_they_are_what_was_
 
 
 @slow
-def test_reads_that_hang_in_one_root_cost_its_deadline_and_the_other_one_serves(
-    roots, tmp_path, faults
-):
-    main = LLAMA.main_prompt()
-    transfer = both(LLAMA, roots, fast={"load_deadline_s": 2.0})
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), *lab.SETTLE, lab.RESET)
-    talk.meanwhile(lambda: faults.set("pread hang suffix=.kv", "read hang suffix=.kv"))
-    talk.say(lab.generate(main, "hung"), lab.METRICS)
-    result = talk.run(LLAMA, transfer=transfer, env=faults.env())
-    assert faults.fired() > 0
-    hung = lab.generates(result)["hung"]
-    assert hung["tokens"] == reference(LLAMA.name)
-    assert hung["num_cached_tokens"] == 1920
-    counts = lab.metrics(result)[0]
-    assert loads(counts) == {FAST: 1, SLOW: 1}
-    assert lab.counter(counts, "multi_failed_loads", connector=FAST) == 1
-    assert lab.counter(counts, "load_failures", connector=FAST, reason="timed_out") > 0
-    assert lab.counter(counts, "io_threads_hung", connector=FAST) > 0
-    assert lab.counter(counts, "io_threads_hung", connector=SLOW) == 0
-
-
-@slow
 @pytest.mark.parametrize("variant", ["as_is", "patient"])
 def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as_vllm_does(
     variant, roots, tmp_path, faults

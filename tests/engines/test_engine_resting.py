@@ -62,7 +62,7 @@ def test_an_engine_with_a_layer_that_does_not_tell_starts_and_rests(root, tmp_pa
 def test_one_rank_that_does_not_know_its_kv_has_both_rest(root):
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **lab.TWO_RANKS}
     env["PYTHONPATH"] = f"{LAB}:{os.environ.get('PYTHONPATH', '')}"
-    engine = {"tensor_parallel_size": 2, "worker_cls": "strange_worker.StrangeWorker"}
+    engine = {"tensor_parallel_size": 2, "worker_cls": "workers.StrangeWorker"}
     transfer = lab.connector(root, **lab.options_for("llama"))
     result, log = asked_twice("", transfer, engine=engine, env=env)
     assert lab.chunks(root) == []

@@ -37,12 +37,12 @@ def test_aborted_preempted_and_crowded_requests_get_right_tokens_and_leave_nothi
     assert answer["tokens"].keys() >= {*asked, "crowd 2", "many 499"}
     for part, left in answer["left"].items():
         assert not any(left.values()), (part, left)
-    assert set(answer["left"]) == {"hung", "slow", "stored", "deferred", "crowd", "many"}
+    assert set(answer["left"]) >= {"hung", "slow", "stored", "deferred", "crowd", "many"}
     # What should have happened did.
     assert answer["cached"]["stored"] > 0
     assert answer["deferred"]
-    assert answer["preemptions"] > 0
-    assert answer["many_cached"] > 0
+    assert answer["crowd"] > 0, "no request was preempted"
+    assert answer["many"] > 0
     assert "2048" in answer["too_long"]
     lab.assert_sound(stored)
 

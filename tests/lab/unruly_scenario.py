@@ -354,19 +354,18 @@ def main() -> None:
         damaged = how[0] == "failed_first"
         answer["ended"], answer["computed"] = scenario.load_together(damaged=damaged)
     else:
-        scenario.abort_during_a_load("H*", "after_hung")
-        left["hung"] = scenario.left()
-        scenario.abort_during_a_load("L*", "after_slow")
-        left["slow"] = scenario.left()
-        scenario.abort_during_a_store()
-        left["stored"] = scenario.left()
-        answer["deferred"] = scenario.abort_while_deferred()
-        left["deferred"] = scenario.left()
-        answer["preemptions"] = scenario.crowd()
-        left["crowd"] = scenario.left()
-        answer["too_long"] = scenario.too_long()
-        answer["many_cached"] = scenario.many()
-        left["many"] = scenario.left()
+        parts: dict[str, Any] = {
+            "hung": lambda: scenario.abort_during_a_load("H*", "after_hung"),
+            "slow": lambda: scenario.abort_during_a_load("L*", "after_slow"),
+            "stored": scenario.abort_during_a_store,
+            "deferred": scenario.abort_while_deferred,
+            "crowd": scenario.crowd,
+            "too_long": scenario.too_long,
+            "many": scenario.many,
+        }
+        for name, part in parts.items():
+            answer[name] = part()
+            left[name] = scenario.left()
     answer = {"tokens": scenario.tokens, "cached": scenario.cached, "left": left, **answer}
     scenario.engine.engine_core.shutdown()
     tell(answer)
