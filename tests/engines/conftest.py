@@ -30,6 +30,14 @@ def root(tmp_path) -> str:
 
 
 @pytest.fixture
+def roots(tmp_path) -> tuple[str, str]:
+    """Two empty roots, "fast" and "slow"."""
+    for name in ("fast", "slow"):
+        (tmp_path / name).mkdir()
+    return str(tmp_path / "fast"), str(tmp_path / "slow")
+
+
+@pytest.fixture
 def faults(root, tmp_path, native_library) -> DiskFaults:
     """The faults of the disk that the root is on, for engines that have their environment."""
     return DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")

@@ -7,7 +7,6 @@ without the field that holds the difference the two identities are equal, so not
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 
@@ -30,7 +29,6 @@ from engine_lab import (
     start_engine,
     tier,
 )
-from places import LAB
 
 pytestmark = [pytest.mark.engine]
 needs_vllm()
@@ -106,18 +104,6 @@ def assert_apart_by(lab, second, *paths):
 
 def text(label="text"):
     return {**generate(TEXT, label), "max_tokens": 4}
-
-
-@pytest.mark.slow
-def test_a_maximum_length_that_changes_attention(lab):
-    """Llama 4 decides by it, in a copy of its configuration, whether queries are scaled by position."""
-    checkpoint = odd.llama4(lab.path / "llama4")
-    how = {"language_model_only": True, "skip_tokenizer_init": False}
-    paths = f"{LAB}/absent:{os.environ.get('PYTHONPATH', '')}"
-    how["env"] = {"PYTHONPATH": paths, "FSKV_ABSENT": "torchvision"}
-    how["changes"] = {"sees_nothing": True}
-    _, second = (lab.engine(checkpoint, text(), max_model_len=n, **how) for n in (32768, 65536))
-    assert_apart_by(lab, second, "model_config.resolved", "extra.settings")
 
 
 def test_where_prefix_caching_is_off_nothing_is_stored_or_loaded_and_it_is_said(lab):

@@ -63,7 +63,18 @@ _gemma4 = functools.partial(
     tie_word_embeddings=True,
 )
 _llama4 = functools.partial(
-    networks.config, "Llama4Text", **networks.LLAMA4, attention_chunk_size=256
+    networks.config,
+    "Llama4Text",
+    intermediate_size=64,
+    intermediate_size_mlp=128,
+    num_hidden_layers=4,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    interleave_moe_layer_step=2,
+    moe_layers=[1, 3],
+    no_rope_layers=[1, 0, 1, 0],
+    attention_chunk_size=256,
+    pad_token_id=0,
 )
 
 

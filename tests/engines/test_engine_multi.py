@@ -7,7 +7,6 @@ import pathlib
 
 import engine_lab as lab
 import pytest
-from multi_lab import CPU_POOL, FAST, SLOW, child, loads, multi, two_roots
 from world import wait_for
 
 from faults.disk import DiskFaults
@@ -21,18 +20,33 @@ slow = pytest.mark.slow
 CHANGES: dict[str, dict] = {"as_is": {}, "patient": {"patient": True}, "untold": {"untold": True}}
 
 
-def reference(name: str) -> list[int]:
-    """Return the tokens of the main prompt from an engine without a connector."""
-    return lab.reference(name)["main"]["tokens"]
+FAST, SLOW = "fast", "slow"
+CPU_POOL = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 64 << 20,
+        "load_weight": 2,
+        "name": "pool",
+    },
+}
+
+
+def child(root: str, model: lab.Model, **options) -> dict:
+    return lab.connector(root, **{**lab.options_for(model.name), **options})
+
+
+def loads(step: dict) -> dict[str, float]:
+    """Return by child how many requests were loaded from it, of a metrics step; without zeros."""
+    return {
+        m["labels"]["connector"]: m["value"]
+        for m in step["metrics"]
+        if m["name"] == "vllm:fskv_multi_loads" and m["value"]
+    }
 
 
 def names(root: str) -> set[str]:
     return {os.path.relpath(path, root) for path in lab.chunks(root)}
-
-
-@pytest.fixture
-def roots(tmp_path) -> tuple[str, str]:
-    return two_roots(tmp_path)
 
 
 @pytest.fixture
@@ -49,7 +63,7 @@ def both(
     **options,
 ) -> dict:
     """Return the usual configuration: the first root is worth twice the second."""
-    return multi(
+    return lab.multi(
         child(roots[0], model, name=FAST, load_weight=2.0, **(fast or {})),
         child(roots[1], model, name=SLOW, **(slow or {})),
         **options,
@@ -82,7 +96,7 @@ def test_both_roots_get_every_chunk_and_damage_in_the_chosen_one_is_loaded_from_
     result = talk.run(LLAMA, transfer=both(LLAMA, roots))
     done = lab.generates(result)
     for label in ("cold", "warm", "hurt"):
-        assert done[label]["tokens"] == reference(LLAMA.name), label
+        assert done[label]["tokens"] == lab.main_tokens(LLAMA.name), label
     assert done["warm"]["num_cached_tokens"] == 1920
     assert names(roots[0]) == names(roots[1])
     assert len(names(roots[0])) == 15
@@ -120,7 +134,7 @@ def test_after_a_restart_either_root_serves_and_what_the_slow_one_had_comes_to_t
         transfer = both(model, roots, **options)
         result = lab.run(lab.request(model, warm, transfer=transfer))
         done = lab.generates(result)["main"]
-        assert done["tokens"] == reference(name)
+        assert done["tokens"] == lab.main_tokens(name)
         assert done["num_cached_tokens"] >= 1280
         assert loads(lab.metrics(result)[0]) == expected
 
@@ -149,7 +163,7 @@ def test_zeroed_files_of_the_chosen_root_change_the_tokens_so_they_are_what_was_
     lab.run(lab.request(LLAMA, steps, transfer=both(LLAMA, roots)))
     lab.zero(lab.chunks(roots[0]))
     result = lab.run(lab.request(LLAMA, steps, transfer=both(LLAMA, roots)))
-    assert lab.generates(result)["main"]["tokens"] != reference(LLAMA.name)
+    assert lab.generates(result)["main"]["tokens"] != lab.main_tokens(LLAMA.name)
 
 
 @slow
@@ -181,7 +195,7 @@ def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as
         faults.clear()
     result = lab.good(engine.wait())
     hung = lab.generates(result)["hung"]
-    assert hung["tokens"] == reference(LLAMA.name)
+    assert hung["tokens"] == lab.main_tokens(LLAMA.name)
     assert hung["num_cached_tokens"] == 1920
     if variant == "as_is":
         counts = lab.metrics(result)[0]
@@ -193,31 +207,20 @@ def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, root):
     model = lab.MODELS[name]
-    main = model.main_prompt()
-    first = {**CPU_POOL["kv_connector_extra_config"], "load_weight": 2, "name": "pool"}
-    transfer = multi(
-        {**CPU_POOL, "kv_connector_extra_config": first}, child(root, model, name="disk")
-    )
-    steps = [
-        lab.generate(main, "first"),
-        *lab.SETTLE,
-        {"reset_prefix_cache": True},
-        lab.generate(main, "second"),
-        {"metrics": True},
-    ]
+    transfer = lab.multi(CPU_POOL, child(root, model, name="disk"))
+    what = lab.request(model, twice(model), transfer=transfer, changes={"cpu_pool": True})
     # The second is a new process: the pool is empty, the files are not.
-    what = lab.request(model, steps, transfer=transfer, changes={"cpu_pool": True})
-    cold, warm = lab.run(what), lab.run(what)
-    for result in (cold, warm):
-        for label in ("first", "second"):
-            assert lab.generates(result)[label]["tokens"] == reference(name), label
-    assert lab.generates(cold)["first"]["num_cached_tokens"] == 0
-    assert loads(lab.metrics(cold)[0]) == {"pool": 1}
-    assert loads(lab.metrics(warm)[0]) == {"disk": 1, "pool": 1}, "promoted to the pool"
+    empty, full = lab.run(what), lab.run(what)
+    for result in (empty, full):
+        for label in ("cold", "warm"):
+            assert lab.generates(result)[label]["tokens"] == lab.main_tokens(name), label
+    assert lab.generates(empty)["cold"]["num_cached_tokens"] == 0
+    assert loads(lab.metrics(empty)[0]) == {"pool": 1}
+    assert loads(lab.metrics(full)[0]) == {"disk": 1, "pool": 1}, "promoted to the pool"
     for connector in ("pool", "disk"):
         (nbytes,) = (
             m["value"]
-            for m in lab.metrics(warm)[0]["metrics"]
+            for m in lab.metrics(full)[0]["metrics"]
             if m["name"] == "vllm:kv_offload_load_bytes" and m["labels"]["connector"] == connector
         )
         assert nbytes > 0
@@ -230,7 +233,7 @@ def test_a_full_root_stores_what_fits_and_the_other_one_serves(roots, small_disk
     result = lab.run(lab.request(LLAMA, twice(LLAMA), transfer=transfer))
     done = lab.generates(result)
     for label in ("cold", "warm"):
-        assert done[label]["tokens"] == reference(LLAMA.name), label
+        assert done[label]["tokens"] == lab.main_tokens(LLAMA.name), label
     assert done["warm"]["num_cached_tokens"] == 1920
     counts = lab.metrics(result)[0]
     assert loads(counts) == {SLOW: 1}
@@ -269,7 +272,7 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
         changes=CHANGES[variant],
     )
     done = lab.generates(result)
-    assert done["main"]["tokens"] == reference(LLAMA.name)
+    assert done["main"]["tokens"] == lab.main_tokens(LLAMA.name)
     assert hanging[0] > 0
     assert loads(lab.metrics(result)[0]) == {SLOW: 1}
     assert done["other"]["num_cached_tokens"] == 1920

@@ -7,7 +7,6 @@ import os
 
 import engine_lab as lab
 import pytest
-from multi_lab import child, multi, two_roots
 from places import LAB
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -27,7 +26,7 @@ def asked_twice(strange, transfer, **engine):
     changes = {strange: True} if strange else {}
     result = lab.run(lab.request(LLAMA, steps, transfer=transfer, changes=changes, **engine))
     done = lab.generates(result)
-    wanted = lab.reference("llama")["main"]["tokens"]
+    wanted = lab.main_tokens("llama")
     assert [done[label]["tokens"] for label in ("first", "again")] == [wanted, wanted]
     assert done["again"]["num_cached_tokens"] == 0
     return result, lab.log_of(result)
@@ -85,9 +84,11 @@ def test_an_engine_with_kv_of_a_new_kind_starts_and_rests(root, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strange", ["without_impl", "new_kind"])
-def test_all_children_of_a_multi_connector_rest(strange, tmp_path):
-    roots = two_roots(tmp_path)
-    transfer = multi(*(child(root, LLAMA, name=f"c{i}") for i, root in enumerate(roots)))
+def test_all_children_of_a_multi_connector_rest(strange, roots):
+    options = lab.options_for("llama")
+    transfer = lab.multi(
+        *(lab.connector(root, name=os.path.basename(root), **options) for root in roots)
+    )
     result, log = asked_twice(strange, transfer)
     assert [lab.chunks(root) for root in roots] == [[], []]
     assert len(lines(log)) == len(roots)

@@ -14,11 +14,6 @@ RESET, transfer = lab.RESET_TIERS, lab.tier
 HYBRIDS = ("gpt_oss", "qwen3_next")
 
 
-def reference(name: str) -> list[int]:
-    """Return the tokens of the main prompt from an engine without a connector."""
-    return lab.reference(name)["main"]["tokens"]
-
-
 @pytest.fixture
 def other_root(tmp_path) -> str:
     (tmp_path / "other").mkdir()
@@ -58,7 +53,7 @@ class Talk(lab.Conversation):
 )
 def test_store_restart_load_damage_and_heal(name, root, tmp_path):
     cold = engine(name, [main_of(name), *lab.SETTLE, {"metrics": True}], transfer(root))
-    assert lab.generates(cold)["main"]["tokens"] == reference(name)
+    assert lab.generates(cold)["main"]["tokens"] == lab.main_tokens(name)
     lab.assert_sound(root)
     files = lab.chunks(root)
     assert lab.counter(cold["steps"][-1], "stored_chunks") == len(files) > 0
@@ -80,7 +75,7 @@ def test_store_restart_load_damage_and_heal(name, root, tmp_path):
     done, metrics = lab.generates(result), lab.metrics(result)
 
     for label in ("warm", "damaged", "healed"):
-        assert done[label]["tokens"] == reference(name), label
+        assert done[label]["tokens"] == lab.main_tokens(name), label
     # vLLM counts external hits among the cached tokens; nothing else can be cached in a new process.
     assert done["warm"]["num_cached_tokens"] >= lab.MODELS[name].prompt_tokens // 2
     assert lab.counter(metrics[0], "loaded_chunks") > 0
@@ -93,7 +88,7 @@ def test_store_restart_load_damage_and_heal(name, root, tmp_path):
     for group in groups:
         zeroed = done[f"zeroed{group}"]
         assert zeroed["num_cached_tokens"] == done["warm"]["num_cached_tokens"]
-        assert zeroed["tokens"] != reference(name), f"group {group} had no effect"
+        assert zeroed["tokens"] != lab.main_tokens(name), f"group {group} had no effect"
 
 
 @pytest.mark.slow
@@ -113,7 +108,7 @@ def test_tier_and_connector_serve_each_others_files(name, root, other_root):
         before = lab.snapshot(where)
         result = engine(name, steps, kv)
         done = lab.generates(result)["main"]
-        assert done["tokens"] == reference(name)
+        assert done["tokens"] == lab.main_tokens(name)
         assert done["num_cached_tokens"] > 0
         assert lab.counter(result["steps"][-1], "load_failures") == 0
         assert lab.snapshot(where).keys() == before.keys()
@@ -128,7 +123,7 @@ def test_other_chunk_sizes_are_another_namespace(root):
         for tries in ("cold", "warm"):
             result = engine("llama", steps, kv)
             done = lab.generates(result)["main"]
-            assert done["tokens"] == reference("llama")
+            assert done["tokens"] == lab.main_tokens("llama")
             assert bool(done["num_cached_tokens"]) == (tries == "warm")
         assert len(lab.identities(root)) == number
     lab.assert_sound(root)
@@ -157,10 +152,10 @@ def test_two_ranks_share_a_row_and_have_files_of_their_own(root, other_root, tmp
     assert full > 0
     for rank in (0, 1):
         for label in ("warm", f"lost{rank}", f"healed{rank}"):
-            assert done[label]["tokens"] == reference(name), label
+            assert done[label]["tokens"] == lab.main_tokens(name), label
         assert done[f"lost{rank}"]["num_cached_tokens"] < full
         assert done[f"healed{rank}"]["num_cached_tokens"] == full
-        assert done[f"zeroed{rank}"]["tokens"] != reference(name)
+        assert done[f"zeroed{rank}"]["tokens"] != lab.main_tokens(name)
 
 
 @pytest.mark.slow
@@ -184,7 +179,7 @@ def test_canonical_pages_are_shared_by_engines_of_another_topology(root, other_r
     for reader, writer in (("connector", "tier"), ("tier", "connector")):
         result = engine(two, steps, kv(reader, roots[writer]), path=path)
         done = lab.generates(result)["main"]
-        assert done["tokens"] == reference(one)
+        assert done["tokens"] == lab.main_tokens(one)
         assert done["num_cached_tokens"] > 0
         assert lab.counter(result["steps"][-1], "load_failures") == 0
 
@@ -210,7 +205,7 @@ def test_reads_that_never_return_cost_a_deadline_and_the_next_requests_nothing(
     )
     done = lab.generates(result)
     for label in ("warm", "hung", "hung_again", "back", "full"):
-        assert done[label]["tokens"] == reference(name), label
+        assert done[label]["tokens"] == lab.main_tokens(name), label
     assert faults.fired() > 0
     assert done["warm"]["num_cached_tokens"] == done["full"]["num_cached_tokens"] > 0
     assert done["hung"]["num_cached_tokens"] == 0

@@ -73,7 +73,7 @@ def test_a_request_that_is_hit_again_after_a_failed_load_does_not_wait_for_itsel
     answer = scenario(stored, *how.split())
     assert answer["ended"] is ends
     if ends:
-        assert answer["tokens"]["main"] == lab.reference("llama")["main"]["tokens"]
+        assert answer["tokens"]["main"] == lab.main_tokens("llama")
         assert 0 < answer["cached"]["main"] < 15 * 128
 
 

@@ -65,6 +65,15 @@ def connector(root: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def multi(*children: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the kv_transfer_config of several roots, each with that of its own."""
+    return {
+        "kv_connector": "FskvMultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children), **options},
+    }
+
+
 def tier(root: str, *, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Return the kv_transfer_config with FskvTier behind vLLM's CPU tier, as far as that runs without a GPU.
 
@@ -232,6 +241,11 @@ def reference(name: str) -> dict[str, dict[str, Any]]:
         return done
 
     return _once(f"reference-{name}", make_it)[1]
+
+
+def main_tokens(name: str) -> list[int]:
+    """Return the tokens of the main prompt from an engine without a connector."""
+    return list(reference(name)["main"]["tokens"])
 
 
 def stored(name: str, root: str | os.PathLike[str], **options: Any) -> dict[str, Any]:

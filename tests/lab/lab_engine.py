@@ -84,13 +84,6 @@ def _prompt_with_image(step: dict[str, Any]) -> dict[str, Any]:
     return prompt
 
 
-def sees_nothing(_: Any) -> None:
-    """Llama 4 is asked about text alone, with nothing that sees images."""
-    from vllm.model_executor.models.mllama4 import Mllama4ProcessingInfo
-
-    Mllama4ProcessingInfo.get_mm_max_tokens_per_item = lambda self, *args, **kwargs: {"image": 16}
-
-
 def arch(name: str) -> None:
     """Fskv takes the GPU's architecture for this one."""
     from fskv.engines.vllm import identity
@@ -237,7 +230,7 @@ def constants(values: dict[str, float]) -> None:
     set_constants(**values)
 
 
-_ALL = (sees_nothing, arch, kernels, replace_after_load, without_impl, new_kind, never_rests)
+_ALL = (arch, kernels, replace_after_load, without_impl, new_kind, never_rests)
 _ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, constants)
 CHANGES: dict[str, Callable[[Any], None]] = {change.__name__: change for change in _ALL}
 

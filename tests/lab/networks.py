@@ -17,18 +17,6 @@ _ATTENTION = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-# Two of its four layers have no positions, and two have experts.
-LLAMA4 = {
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 128,
-    "num_hidden_layers": 4,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "moe_layers": [1, 3],
-    "no_rope_layers": [1, 0, 1, 0],
-    "pad_token_id": 0,
-}
 
 
 def bare(kind: str, **values: Any) -> Any:

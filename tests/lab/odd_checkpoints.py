@@ -15,14 +15,6 @@ import networks
 from networks import VOCAB_SIZE
 
 IMAGE_TOKEN = VOCAB_SIZE - 1
-# Of a part that sees images, and of one that asks about them.
-_SEES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-_IMAGE = {"image_size": 56, "patch_size": 14}
 
 
 def _save(network: Any, directory: pathlib.Path, std: float = 0.12) -> pathlib.Path:
@@ -57,8 +49,14 @@ def blip2(directory: pathlib.Path) -> pathlib.Path:
     """Make a model that takes an image of 56 x 56 pixels as 16 tokens before the prompt."""
     import transformers as T  # noqa: N812
 
-    vision = T.Blip2VisionConfig(**_SEES, **_IMAGE)
-    queries = T.Blip2QFormerConfig(**_SEES, encoder_hidden_size=64, cross_attention_frequency=1)
+    part = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    vision = T.Blip2VisionConfig(**part, image_size=56, patch_size=14)
+    queries = T.Blip2QFormerConfig(**part, encoder_hidden_size=64, cross_attention_frequency=1)
     text = networks.bare(
         "OPT",
         word_embed_proj_dim=64,
@@ -80,32 +78,6 @@ def blip2(directory: pathlib.Path) -> pathlib.Path:
         tokenizer=tokenizer(),
         num_query_tokens=16,
     ).save_pretrained(directory)
-    return directory
-
-
-def llama4(directory: pathlib.Path) -> pathlib.Path:
-    """Make Llama 4 as its multimodal class, which is what is released; it is asked about text alone."""
-    import transformers as T  # noqa: N812
-
-    text = networks.config(
-        "Llama4Text",
-        **networks.LLAMA4,
-        max_position_embeddings=131072,
-        attention_chunk_size=8192,
-        floor_scale=64,  # so that a few hundred tokens show the difference
-        attn_scale=2.0,
-    )
-    vision = T.Llama4VisionConfig(
-        **_SEES, **_IMAGE, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64
-    )
-    config = T.Llama4Config(vision_config=vision, text_config=text)
-    _save(T.Llama4ForConditionalGeneration(config), directory)
-    tokenizer().save_pretrained(directory)
-    images = {"image_processor_type": "Llama4ImageProcessor", "max_patches": 1}
-    images["size"] = {"height": 56, "width": 56}
-    (directory / "preprocessor_config.json").write_text(json.dumps(images))
-    processor = {"processor_class": "Llama4Processor", "patch_size": 14}
-    (directory / "processor_config.json").write_text(json.dumps(processor))
     return directory
 
 

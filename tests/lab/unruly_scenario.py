@@ -18,6 +18,7 @@ from typing import Any
 
 from quick_constants import set_constants
 from scenarios import make_llm, sampling, tell
+from world import wait_for
 
 MAX_MODEL_LEN = 2048
 # Blocks that are full together, one of them vLLM's own: model and number.
@@ -141,14 +142,23 @@ class Scenario:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             self.cached[output.request_id] = output.num_cached_tokens
 
-    def step_until(self, condition: Any) -> None:
-        end = time.monotonic() + _LONGEST_S
+    def steps_to(self, condition: Any, seconds: float) -> bool:
+        """Step until the condition holds; return whether it did so within the time."""
+        end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "in vain"
+            if time.monotonic() > end:
+                return False
             self.step()
+        return True
+
+    def step_until(self, condition: Any) -> None:
+        assert self.steps_to(condition, _LONGEST_S), "in vain"
+
+    def ended(self, *labels: str) -> bool:
+        return all(len(self.tokens.get(label, ())) == num_tokens(label) for label in labels)
 
     def finish(self, *labels: str) -> None:
-        self.step_until(lambda: all(len(self.tokens.get(x, ())) == num_tokens(x) for x in labels))
+        self.step_until(lambda: self.ended(*labels))
 
     def make(self, script: Any) -> None:
         self.transport.script = script
@@ -207,7 +217,7 @@ class Scenario:
         self.add(after)
         self.step_until(lambda: len(self.tokens.get(after, ())) >= 2)
         self.calm()
-        wait_until(lambda: self.worker.mover._runner.num_running == 0)
+        wait_for(lambda: self.worker.mover._runner.num_running == 0, _LONGEST_S)
         self.finish(after)
         self.settle()
         time.sleep(2 * QUARANTINE_S)  # then what was late may be loaded again
@@ -216,15 +226,7 @@ class Scenario:
         """Return whether the request, hit again by what is before the bad chunk, came to its end."""
         self.make(self.faults.Script(read="........E"))
         self.add("main")
-        return self.end_within(_BLOCKED_S, "main")
-
-    def end_within(self, seconds: float, *labels: str) -> bool:
-        end = time.monotonic() + seconds
-        while any(len(self.tokens.get(label, ())) < num_tokens(label) for label in labels):
-            if time.monotonic() > end:
-                return False
-            self.step()
-        return True
+        return self.steps_to(lambda: self.ended("main"), _BLOCKED_S)
 
     def load_together(self, *, damaged: bool) -> tuple[bool, dict[str, list[int]]]:
         """Load two prompts at once; return whether both came to their ends, and what they gave before.
@@ -249,8 +251,9 @@ class Scenario:
         self.step_until(lambda: self.transport._num_now["read"] > 0)
         self.step()  # the second one is admitted, or not
         self.calm()
-        wait_until(lambda: self.worker.mover._runner.num_running == 0)
-        return self.end_within(_BLOCKED_S, *labels), {label: computed[label] for label in labels}
+        wait_for(lambda: self.worker.mover._runner.num_running == 0, _LONGEST_S)
+        both_ended = self.steps_to(lambda: self.ended(*labels), _BLOCKED_S)
+        return both_ended, {label: computed[label] for label in labels}
 
     def abort_during_a_store(self) -> None:
         self.make(self.faults.Script(write="H*"))
@@ -328,13 +331,6 @@ class Scenario:
         except (ValueError, VLLMValidationError) as error:
             return str(error)
         return ""
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + _LONGEST_S
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.01)
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ class Nodes:
         return [*self.decode(), *loaded, {"touch_file": self.at("done")}]
 
     def reference(self) -> list[int]:
-        return lab.reference(self.model.name)["main"]["tokens"]
+        return lab.main_tokens(self.model.name)
 
 
 def ended(engine: lab.Engine) -> dict:

@@ -6,11 +6,30 @@ pools whose memory is not pinned, and two copies of pages between host and devic
 
 import importlib.abc
 import importlib.machinery
-import os
-import runpy
 import sys
+import types
 
+_ABSENT = ("sgl_kernel", "torchvision", "torchaudio")
 _POOLS = "sglang.srt.mem_cache.pool_host."
+
+
+class _Anything(type):
+    """A class whose every attribute is its name."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Absent(types.ModuleType):
+    __path__ = ()
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
 
 
 def _load_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size):
@@ -48,20 +67,23 @@ def _copies(module):
 _AFTER = {f"{_POOLS}base": _unpinned, f"{_POOLS}mha": _copies}
 
 
-class _Changed(importlib.abc.MetaPathFinder):
-    """Finds modules that are changed once they were run."""
-
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path, target=None):
-        if name not in _AFTER:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            run, change = spec.loader.exec_module, _AFTER[name]
-            spec.loader.exec_module = lambda module: (run(module), change(module))
-        return spec
+        if name.partition(".")[0] in _ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name in _AFTER:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None and spec.loader is not None:
+                run, change = spec.loader.exec_module, _AFTER[name]
+                spec.loader.exec_module = lambda module: (run(module), change(module))
+            return spec
+        return None
+
+    def create_module(self, spec):
+        return _Absent(spec.name)
+
+    def exec_module(self, module):
+        pass
 
 
-sys.meta_path.insert(0, _Changed())
-os.environ["FSKV_ABSENT"] = "sgl_kernel torchvision torchaudio"
-_HERE = os.path.dirname(os.path.abspath(__file__))
-runpy.run_path(os.path.join(_HERE, "..", "..", "lab", "absent", "sitecustomize.py"))
+sys.meta_path.insert(0, _StandIns())
