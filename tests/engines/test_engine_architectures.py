@@ -28,7 +28,6 @@ def phases(tmp_path_factory):
         {FIRST: str(root), OTHER: str(root)}, tmp_path_factory.mktemp("talk")
     )
     done.run()
-    print(done.table())
     return done
 
 

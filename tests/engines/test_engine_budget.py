@@ -5,61 +5,41 @@ The tokens are those of an engine without fskv, always. Only ratios that are far
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import engine_lab as lab
 import pytest
-from places import LAB
-
-from faults.disk import DiskFaults
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 lab.needs_vllm()
 
-SCENARIO = str(LAB / "budget_scenario.py")
 CRAWL = "pread slow_ms=30000 suffix=.kv"
 
 
-@pytest.fixture
-def root(tmp_path) -> pathlib.Path:
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
-def disk(root, tmp_path, native_library) -> DiskFaults:
-    return DiskFaults(native_library("disk"), root, tmp_path / "faults")
-
-
-def on_a_crawl(disk, root, directory: pathlib.Path, num_slow: int, **options) -> dict:
+def on_a_crawl(faults, root: str, directory: pathlib.Path, num_slow: int, **options) -> dict:
     """Compute a prompt, let the disk crawl, and ask for it again and again; return the result."""
     model = lab.MODELS["llama"]
     main = lab.generate(model.main_prompt(), "cold")
     talk = lab.Conversation(directory)
-    talk.say(main, *lab.SETTLE, {"reset_prefix_cache": True}, {"metrics": True})
-    pause = talk.pause()
+    talk.say(main, *lab.SETTLE, lab.RESET, lab.METRICS)
+    talk.meanwhile(lambda: faults.set(CRAWL))
     for number in range(num_slow):
-        talk.say({**main, "label": f"slow{number}"}, {"reset_prefix_cache": True})
-    talk.say({"metrics": True})
-    transfer = lab.connector(str(root), **lab.options_for("llama"), **options)
-    engine = lab.start_engine(
-        lab.request(model, talk.steps, transfer=transfer, env=disk.env()), str(directory / "engine")
-    )
-    talk.resume(engine, pause, lambda: disk.set(CRAWL))
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
-    assert disk.matched() > 0, "no read was slow: nothing was shown"
+        talk.say({**main, "label": f"slow{number}"}, lab.RESET)
+    talk.say(lab.METRICS)
+    transfer = lab.connector(root, **lab.options_for("llama"), **options)
+    result = talk.run(model, transfer=transfer, env=faults.env())
+    assert faults.matched() > 0, "no read was slow: nothing was shown"
     done = lab.generates(result)
-    assert len(lab.chunks(str(root))) == model.prompt_tokens // 128
+    assert len(lab.chunks(root)) == model.prompt_tokens // 128
     for number in range(num_slow):
         assert done[f"slow{number}"]["tokens"] == done["cold"]["tokens"]
     return result
 
 
 @pytest.mark.slow
-def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(disk, root, tmp_path):
-    result = on_a_crawl(disk, root, tmp_path, 4, load_budget="on")
+def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(faults, root, tmp_path):
+    result = on_a_crawl(faults, root, tmp_path, 4, load_budget="on")
     before, after = lab.metrics(result)
     assert lab.counter(before, "prefill_rate") > 0, "the recompute was measured"
     assert lab.counter(before, "declined_tokens") == 0
@@ -74,8 +54,8 @@ def test_storage_that_crawls_is_found_out_by_one_load_and_then_declined(disk, ro
 
 
 @pytest.mark.slow
-def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(disk, root, tmp_path):
-    result = on_a_crawl(disk, root, tmp_path, 1, load_deadline_s=20)
+def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(faults, root, tmp_path):
+    result = on_a_crawl(faults, root, tmp_path, 1, load_deadline_s=20)
     _, after = lab.metrics(result)
     assert lab.counter(after, "declined_tokens") == lab.counter(after, "cut_loads") - 1 == 0
     assert lab.counter(after, "load_failures", reason="timed_out") > 0
@@ -84,35 +64,29 @@ def test_negative_control_without_the_option_the_engine_waits_for_the_crawl(disk
 
 
 @pytest.mark.slow
-def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(disk, root, tmp_path):
+def test_fast_storage_is_loaded_from_and_found_again_after_a_crawl(faults, root, tmp_path):
     """A model whose recompute takes seconds, so that a busy machine cannot turn the balance."""
     model = lab.MODELS["llama_large"]
     prompt = lab.generate(model.tokens("budget", 400), "cold")
+
+    def asked(label: str, times: int) -> list[dict]:
+        steps = [({**prompt, "label": f"{label}{n}"}, lab.RESET) for n in range(times)]
+        return [*itertools.chain(*steps), lab.METRICS]
+
     talk = lab.Conversation(tmp_path)
-    talk.say(prompt, *lab.SETTLE, {"reset_prefix_cache": True})
-    for number in range(4):
-        talk.say({**prompt, "label": f"fast{number}"}, {"reset_prefix_cache": True})
-    talk.say({"metrics": True})
-    crawl = talk.pause()
-    for number in range(2):
-        talk.say({**prompt, "label": f"slow{number}"}, {"reset_prefix_cache": True})
-    talk.say({"metrics": True})
-    over = talk.pause()
-    for number in range(17):  # after 15 that are declined one is loaded
-        talk.say({**prompt, "label": f"again{number}"}, {"reset_prefix_cache": True})
-    talk.say({"metrics": True})
-    request = lab.request(
+    talk.say(prompt, *lab.SETTLE, lab.RESET)
+    talk.say(*asked("fast", 4))
+    talk.meanwhile(lambda: faults.set(CRAWL))
+    talk.say(*asked("slow", 2))
+    talk.meanwhile(faults.clear)
+    talk.say(*asked("again", 17))  # after 15 that are declined one is loaded
+    result = talk.run(
         model,
-        talk.steps,
-        transfer=lab.connector(str(root), load_budget="on", hybrid_chunk_size=32),
-        env=disk.env(),
+        timeout_s=900,
+        transfer=lab.connector(root, load_budget="on", hybrid_chunk_size=32),
+        env=faults.env(),
         engine={"block_size": 32},
     )
-    engine = lab.start_engine(request, str(tmp_path / "engine"))
-    talk.resume(engine, crawl, lambda: disk.set(CRAWL))
-    talk.resume(engine, over, disk.clear)
-    result = engine.wait(900)
-    assert result["exit_code"] == 0, result.get("error")
     done = lab.generates(result)
     for label, step in done.items():
         assert label == "settle" or step["tokens"] == done["cold"]["tokens"], label

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import subprocess
 
 import engine_lab as lab
 import pytest
@@ -26,7 +25,7 @@ BOUND = 120 * FILE_NBYTES
 MOST = BOUND + BOUND // GUARD_PART  # more than that no engine stores
 # The leader looks four times a second, and what does not fit meanwhile is not stored.
 MOMENT = {"sleep": 0.5}
-RESET = {"reset_prefix_cache": True}
+RESET = lab.RESET
 
 
 def _ask(number: int, label: str) -> dict:
@@ -40,26 +39,13 @@ def _options(root: str, **options) -> dict:
 
 
 @pytest.fixture
-def root(tmp_path) -> str:
-    (tmp_path / "root").mkdir()
-    return str(tmp_path / "root")
-
-
-@pytest.fixture
-def full_disk(tmp_path, request):
+def full_disk(tmp_path, small_disk, request):
     """A file system of its own that a test may fill (by parameter: its size): its path."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
     point = tmp_path / "small"
     point.mkdir()
-    size = f"size={getattr(request, 'param', '192m')}"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "fskv-test", str(point)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    small_disk(str(point), getattr(request, "param", "192m"))
     (point / "root").mkdir()
-    yield point
-    subprocess.run(["umount", "-l", str(point)], capture_output=True, timeout=60, check=True)
+    return point
 
 
 def _run(request: dict, root: str, directory: pathlib.Path) -> tuple[dict, Sampler]:
@@ -67,10 +53,9 @@ def _run(request: dict, root: str, directory: pathlib.Path) -> tuple[dict, Sampl
     sampler = Sampler(root, 0.05)
     sampler.start()
     try:
-        result = lab.start_engine(request, str(directory)).wait(lab.ENGINE_TIMEOUT_S)
+        result = lab.run(request, directory=directory)
     finally:
         sampler.stop()
-    assert result["exit_code"] == 0, result.get("error")
     assert bad_lines(result["log_path"]) == []
     lab.assert_sound(root)
     return result, sampler
@@ -171,17 +156,6 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
     root = str(full_disk / "root")
     num_prompts = 100
     last = num_prompts - 1
-    talk = lab.Conversation(tmp_path)
-    talk.say(*(_ask(number, f"cold {number}") for number in range(num_prompts)), *lab.SETTLE)
-    stored = talk.pause()
-    talk.say(_ask(1000, "without room"))
-    talk.say(RESET, _ask(last, "loaded while full"))
-    talk.say({"sleep": 5}, *lab.SETTLE)  # the prune, and the end of the pause
-    talk.say(_ask(1001, "with room"), *lab.SETTLE)
-    talk.say(RESET, _ask(1001, "with room again"), RESET, _ask(1000, "without room again"))
-    talk.say(RESET, _ask(last, "kept"), RESET, _ask(0, "pruned"), {"metrics": True})
-    request = lab.request(MODEL, talk.steps, transfer=_options(root))
-    engine = lab.start_engine(request, str(tmp_path / "engine"))
     before = []
 
     def fill() -> None:
@@ -192,12 +166,16 @@ def test_on_a_full_disk_loads_go_on_and_stores_do_again_after_the_prune(
         assert os.statvfs(full_disk).f_bavail == 0
         os.truncate(full_disk / "ballast", (full_disk / "ballast").stat().st_size - left_nbytes)
 
-    try:
-        talk.resume(engine, stored, fill)
-        result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    finally:
-        engine.kill()
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(*(_ask(number, f"cold {number}") for number in range(num_prompts)), *lab.SETTLE)
+    talk.meanwhile(fill)
+    talk.say(_ask(1000, "without room"))
+    talk.say(RESET, _ask(last, "loaded while full"))
+    talk.say({"sleep": 5}, *lab.SETTLE)  # the prune, and the end of the pause
+    talk.say(_ask(1001, "with room"), *lab.SETTLE)
+    talk.say(RESET, _ask(1001, "with room again"), RESET, _ask(1000, "without room again"))
+    talk.say(RESET, _ask(last, "kept"), RESET, _ask(0, "pruned"), lab.METRICS)
+    result = talk.run(MODEL, transfer=_options(root))
     assert bad_lines(result["log_path"]) == []
     assert before[0] >= num_prompts * CHUNKS * FILE_NBYTES * 0.9
     (metrics,) = lab.metrics(result)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-
 import engine_lab as lab
 import pytest
 from drafts import DRAFTS, NGRAMS, OVERWRITING, PROMPTS
-from places import LAB
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 lab.needs_vllm()
@@ -35,49 +31,26 @@ def answer(label):
     ]
 
 
-class Drafter:
-    """Engines of one model and its draft, each in a directory of its own."""
-
-    def __init__(self, drafting, directory):
-        self.path, self.arguments = drafting.checkpoints(directory)
-        self.directory = directory
-
-    def start(self, steps, label, transfer=None, **changes):
-        what = {
-            "model": self.path,
-            "engine": {**self.arguments, **changes},
-            "kv_transfer_config": transfer,
-            "env": lab.ENGINE_ENV,
-            "steps": steps,
-        }
-        program = str(LAB / "cpu_gaps_engine.py")
-        return lab.start_engine(what, self.directory / label, program=program)
-
-    def run(self, steps, label, transfer=None, **changes):
-        result = lab.explained(self.start(steps, label, transfer, **changes).wait())
-        assert result["exit_code"] == 0, result.get("error")
-        return result
+def run(drafting, steps, transfer=None, **changes):
+    return lab.run(lab.request(PROMPTS, steps, **drafting.what(transfer, **changes)))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in DRAFTS]
 )
-def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, tmp_path):
-    drafting = DRAFTS[name]
-    (tmp_path / "root").mkdir()
-    root = str(tmp_path / "root")
-    engines = Drafter(drafting, tmp_path)
+def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, root, tmp_path):
+    drafting = DRAFTS[name].written(tmp_path)
     transfer = lab.connector(root, lookup_timeout_s=10, **drafting.options)
-    plain = engines.run(answer("plain"), "plain")
+    plain = run(drafting, answer("plain"))
     reference, guessed = lab.generates(plain)["plain"], accepted(plain)[0]
     assert len(set(reference["tokens"])) > 4, "degenerate tokens would prove nothing"
     assert guessed > 0 or not drafting.guesses
-    cold = engines.run([*answer("cold"), *lab.SETTLE, *lab.SETTLE], "cold", transfer)
+    cold = run(drafting, [*answer("cold"), *lab.SETTLE, *lab.SETTLE], transfer)
     assert lab.generates(cold)["cold"]["tokens"] == reference["tokens"]
     lab.assert_sound(root)
     stored = lab.snapshot(root)
-    (manifest,) = pathlib.Path(root).glob("*/*@*/namespace.json")
-    groups = json.loads(manifest.read_text())["groups"]
+    (manifest,) = lab.identities(root)
+    groups = manifest["groups"]
     assert tuple(group["kind"].partition("/")[0] for group in groups) == drafting.groups
 
     # What is zeroed in turn, under right checksums: of each group the model's layers, then the draft's.
@@ -91,26 +64,19 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
         victims |= {("draft", index): of_draft} if of_draft else {}
     assert [whose for whose, _ in victims].count("draft") == 1, "vLLM keeps a draft in one group"
     talk = lab.Conversation(tmp_path)
-    talk.say(*answer("loaded"), {"reset_prefix_cache": True})
-    pauses = {}
-    for victim in victims:
-        pauses[victim] = talk.pause()
-        talk.say(*answer(f"{victim}"), {"reset_prefix_cache": True})
-    last = talk.pause()
-    talk.say(*answer("restored"))
-    engine = engines.start(talk.steps, "warm", transfer)
+    talk.say(*answer("loaded"), lab.RESET)
 
-    def zero(victim):
-        lab.restore(stored)
+    def zero(index, pages):
         for file in stored:
-            if lab.group_of(file) == victim[1]:
-                lab.zero_payload(file, victims[victim])
+            if lab.group_of(file) == index:
+                lab.zero_payload(file, pages)
 
-    for victim, pause in pauses.items():
-        talk.resume(engine, pause, lambda v=victim: zero(v))
-    talk.resume(engine, last, lambda: lab.restore(stored))
-    result = lab.explained(engine.wait())
-    assert result["exit_code"] == 0, result.get("error")
+    for (whose, index), pages in victims.items():
+        talk.spoil(stored, lambda index=index, pages=pages: zero(index, pages))
+        talk.say(*answer(f"{(whose, index)}"), lab.RESET)
+    talk.spoil(stored, lambda: None)
+    talk.say(*answer("restored"))
+    result = talk.run(PROMPTS, **drafting.what(transfer))
     done = lab.generates(result)
     in_turn = dict(zip(done, accepted(result), strict=True))
     assert lab.counter(lab.metrics(result)[-1], "load_failures") == 0
@@ -129,31 +95,30 @@ def test_what_an_engine_that_drafts_has_stored_is_loaded_after_a_restart(name, t
 
 
 @pytest.mark.slow
-def test_a_draft_model_that_vllm_lets_write_over_the_models_kv_is_refused(tmp_path):
-    (tmp_path / "root").mkdir()
-    engines = Drafter(OVERWRITING, tmp_path)
-    alone = lab.generates(engines.run(answer("alone"), "alone", speculative_config=None))["alone"]
-    drafts = lab.generates(engines.run(answer("drafts"), "drafts"))["drafts"]
+def test_a_draft_model_that_vllm_lets_write_over_the_models_kv_is_refused(root, tmp_path):
+    drafting = OVERWRITING.written(tmp_path)
+    alone = lab.generates(run(drafting, answer("alone"), speculative_config=None))["alone"]
+    drafts = lab.generates(run(drafting, answer("drafts")))["drafts"]
     assert drafts["tokens"] != alone["tokens"], (
         "this vLLM has it right without fskv: fskv need not refuse it any more"
     )
-    transfer = lab.connector(str(tmp_path / "root"), **OVERWRITING.options)
-    result = engines.start(answer("refused"), "refused", transfer).wait()
+    what = drafting.what(lab.connector(root, **drafting.options))
+    result = lab.start_engine(lab.request(PROMPTS, answer("refused"), **what)).wait()
     assert result["exit_code"] == 1
     assert "option 'speculative_config': found method \"draft_model\"" in result["error"]
-    assert lab.snapshot(str(tmp_path / "root")) == {}
+    assert lab.snapshot(root) == {}
 
 
 @pytest.mark.slow
-def test_an_engine_that_guesses_from_n_grams_loads_what_one_without_stored(tmp_path):
-    model, root = lab.MODELS["llama"], str(tmp_path / "root")
+def test_an_engine_that_guesses_from_n_grams_loads_what_one_without_stored(root):
     lab.stored("llama", root)
     what = lab.request(
-        model,
-        [lab.generate(model.main_prompt(), "main")],
+        PROMPTS,
+        [lab.generate(PROMPTS.main_prompt(), "main")],
         transfer=lab.connector(root, **lab.options_for("llama")),
         engine={"speculative_config": NGRAMS},
+        changes={"cpu_gaps": True},
     )
-    done = lab.generates(lab.run(what, program=str(LAB / "cpu_gaps_engine.py")))["main"]
+    done = lab.generates(lab.run(what))["main"]
     assert done["num_cached_tokens"] == 1920
-    assert done["tokens"] == lab.reference("llama")["main"]["tokens"]
+    assert done["tokens"] == lab.main_tokens("llama")

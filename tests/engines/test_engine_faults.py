@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import shutil
-import subprocess
 
 import engine_lab as lab
 import pytest
-from places import LAB
 from world import wait_for
 
-import fskv
-from faults.disk import DiskFaults
+from trials.soak_judge import bad_lines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
@@ -22,8 +18,6 @@ lab.needs_vllm()
 MODEL = lab.MODELS["llama"]
 HYBRID = lab.MODELS["gpt_oss"]
 DEADLINE_S = 2.0
-RESET_SCENARIO = str(LAB / "reset_scenario.py")
-GIVEN_UP_SCENARIO = str(LAB / "given_up_scenario.py")
 
 
 @pytest.fixture(scope="module")
@@ -39,68 +33,42 @@ def case(request) -> tuple[lab.Model, dict]:
     return lab.MODELS[request.param], lab.reference(request.param)
 
 
-def _root(tmp_path: pathlib.Path) -> str:
-    root = tmp_path / "root"
-    root.mkdir()
-    return str(root)
-
-
 def _transfer(root: str, **options: object) -> dict:
-    return lab.connector(
-        root,
-        hybrid_chunk_size=128,
-        load_deadline_s=DEADLINE_S,
-        **options,
-    )
+    usual = {"hybrid_chunk_size": 128, "load_deadline_s": DEADLINE_S}
+    return lab.connector(root, **{**usual, **options})
 
 
-def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, native_library):
+def test_reads_that_never_return_cost_one_deadline_then_nothing(case, root, tmp_path, faults):
     """Then reads that fail at once: after 8 of them the root is left alone, until it is found back."""
     model, reference = case
-    root = _root(tmp_path)
-    faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
-    main, reset, wait = model.main_prompt(), {"reset_prefix_cache": True}, {"sleep": 1.5}
+    main, reset, wait = model.main_prompt(), lab.RESET, {"sleep": 1.5}
     # The breaker lets one operation through every `probe_s`; give it the time to see the root again.
     probe = {"sleep": 3.0}
     lab.stored(model.name, root, hybrid_chunk_size=128)
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "warm"), reset)
-    hang = talk.pause()
-    talk.say(lab.generate(main, "hung"), reset, lab.generate(main, "hung_again"), reset)
-    talk.say({"metrics": True})
-    clear = talk.pause()
-    talk.say(probe, lab.generate(main, "back"), reset, probe, lab.generate(main, "full"), reset)
-    talk.say({"metrics": True})
-    fail = talk.pause()
-    # Longer than its chunks are in quarantine, and sooner than the next operation is let through.
-    talk.say(lab.generate(main, "failed"), reset, wait)
-    talk.say(lab.generate(main, "failed_again"), reset, lab.generate(main, "left_alone"), reset)
-    talk.say({"metrics": True})
-    clear_again = talk.pause()
-    talk.say(probe, lab.generate(main, "closed"), reset, probe, lab.generate(main, "healed"), reset)
-    talk.say({"metrics": True})
-    engine = lab.start_engine(
-        lab.request(
-            model,
-            talk.steps,
-            transfer=_transfer(root),
-            env=faults.env(),
-        ),
-        tmp_path / "engine",
-        **lab.quick(quarantine_s=1, probe_s=2.5),
-    )
-    talk.resume(engine, hang, lambda: faults.set("pread hang suffix=.kv"))
     fired = []
 
     def end_faults() -> None:
         fired.append(faults.fired())
         faults.clear()
 
-    talk.resume(engine, clear, end_faults)
-    talk.resume(engine, fail, lambda: faults.set("pread EIO suffix=.kv"))
-    talk.resume(engine, clear_again, end_faults)
-    result = engine.wait()
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "warm"), reset)
+    talk.meanwhile(lambda: faults.set("pread hang suffix=.kv"))
+    talk.say(lab.generate(main, "hung"), reset, lab.generate(main, "hung_again"), reset)
+    talk.say(lab.METRICS)
+    talk.meanwhile(end_faults)
+    talk.say(probe, lab.generate(main, "back"), reset, probe, lab.generate(main, "full"), reset)
+    talk.say(lab.METRICS)
+    talk.meanwhile(lambda: faults.set("pread EIO suffix=.kv"))
+    # Longer than its chunks are in quarantine, and sooner than the next operation is let through.
+    talk.say(lab.generate(main, "failed"), reset, wait)
+    talk.say(lab.generate(main, "failed_again"), reset, lab.generate(main, "left_alone"), reset)
+    talk.say(lab.METRICS)
+    talk.meanwhile(end_faults)
+    talk.say(probe, lab.generate(main, "closed"), reset, probe, lab.generate(main, "healed"), reset)
+    talk.say(lab.METRICS)
+    changes = {"constants": {"quarantine_s": 1, "probe_s": 2.5}}
+    result = talk.run(model, transfer=_transfer(root), env=faults.env(), changes=changes)
     done = lab.generates(result)
     for label in done.keys() - {"settle"}:
         assert done[label]["tokens"] == reference["main"]["tokens"], label
@@ -127,42 +95,33 @@ def test_reads_that_never_return_cost_one_deadline_then_nothing(case, tmp_path, 
 
 @pytest.mark.parametrize("failures", [8, pytest.param(1_000_000, id="negative_control")])
 def test_after_eight_failures_in_a_row_the_root_is_left_alone(
-    failures, reference, tmp_path, native_library
+    failures, reference, root, tmp_path, faults
 ):
-    root = _root(tmp_path)
-    faults = DiskFaults(native_library("disk"), pathlib.Path(root), tmp_path / "faults")
     lab.stored(MODEL.name, root, hybrid_chunk_size=128)
-    reset, main = {"reset_prefix_cache": True}, MODEL.main_prompt()
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "failed"), *lab.SETTLE, reset, {"sleep": 1.5}, {"metrics": True})
-    talk.say(lab.generate(main, "again"), *lab.SETTLE, reset)
-    talk.say(lab.generate(MODEL.tokens("unseen", 1100), "unseen"), *lab.SETTLE, {"metrics": True})
-    look = talk.pause()
+    reset, main = lab.RESET, MODEL.main_prompt()
     # The default number; one thread, so that no other read is under way when the last one of them fails.
     other = {} if failures == 8 else {"failures": failures}
     health = tmp_path / "health.json"
     transfer = _transfer(root, health_file=str(health), io_threads=1)
-    faults.set("pread EIO suffix=.kv")
-    engine = lab.start_engine(
-        lab.request(MODEL, talk.steps, transfer=transfer, env=faults.env()),
-        tmp_path / "engine",
-        **lab.quick(quarantine_s=1, probe_s=600, **other),
-    )
-    opens, said = failures == 8, []
+    opens = failures == 8
 
     def read_health() -> bool:
-        said.append(json.loads(health.read_text()))
-        return said[-1]["conditions"] == ["breaker_open"] * opens
+        return json.loads(health.read_text())["conditions"] == ["breaker_open"] * opens
 
-    talk.resume(engine, look, lambda: wait_for(read_health))
-    result = engine.wait()
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "failed"), *lab.SETTLE, reset, {"sleep": 1.5}, lab.METRICS)
+    talk.say(lab.generate(main, "again"), *lab.SETTLE, reset)
+    talk.say(lab.generate(MODEL.tokens("unseen", 1100), "unseen"), *lab.SETTLE, lab.METRICS)
+    talk.meanwhile(lambda: wait_for(read_health))
+    faults.set("pread EIO suffix=.kv")
+    changes = {"constants": {"quarantine_s": 1, "probe_s": 600, **other}}
+    result = talk.run(MODEL, transfer=transfer, env=faults.env(), changes=changes)
     done = lab.generates(result)
     assert done["failed"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
     assert faults.fired() > 0
     failed, unseen = lab.metrics(result)
     assert lab.counter(failed, "load_failures", reason="io_error") > 8
-    log = pathlib.Path(result["log_path"]).read_text()
+    log = lab.log_of(result)
     assert ('of="rank 0" reason="8 failures in a row, the last: io_error"' in log) == opens
     assert (lab.counter(failed, "stores_skipped", reason="breaker") > 0) == opens
     assert (lab.counter(failed, "stored_chunks") == 0) == opens
@@ -173,35 +132,26 @@ def test_after_eight_failures_in_a_row_the_root_is_left_alone(
     assert lab.counter(unseen, "breaker_open") == opens
 
 
-def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_path):
+def test_root_removed_while_running_is_neither_missed_nor_made_again(case, root, tmp_path):
     model, reference = case
-    root = _root(tmp_path)
     away = f"{root}-away"
     main = model.main_prompt()
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), {"reset_prefix_cache": True})
-    gone = talk.pause()
-    talk.say(lab.generate(main, "gone"), {"reset_prefix_cache": True})
-    talk.say(lab.generate(model.partial_prompt(), "partial"), {"reset_prefix_cache": True})
-    talk.say({"metrics": True})
-    back = talk.pause()
-    talk.say({"sleep": 1.5}, lab.generate(main, "back"), {"reset_prefix_cache": True})
-    talk.say({"sleep": 1.5}, lab.generate(main, "full"))
-    engine = lab.start_engine(
-        lab.request(model, talk.steps, transfer=_transfer(root)),
-        str(tmp_path / "engine"),
-        **lab.quick(quarantine_s=1, negative_ttl_s=1, probe_s=0.5),
-    )
     seen = []
-    talk.resume(engine, gone, lambda: os.rename(root, away))
 
     def bring_back() -> None:
         seen.append(os.path.exists(root))
         os.rename(away, root)
 
-    talk.resume(engine, back, bring_back)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), lab.RESET)
+    talk.meanwhile(lambda: os.rename(root, away))
+    talk.say(lab.generate(main, "gone"), lab.RESET)
+    talk.say(lab.generate(model.partial_prompt(), "partial"), lab.RESET, lab.METRICS)
+    talk.meanwhile(bring_back)
+    talk.say({"sleep": 1.5}, lab.generate(main, "back"), lab.RESET)
+    talk.say({"sleep": 1.5}, lab.generate(main, "full"))
+    changes = {"constants": {"quarantine_s": 1, "negative_ttl_s": 1, "probe_s": 0.5}}
+    result = talk.run(model, transfer=_transfer(root), changes=changes)
     done = lab.generates(result)
     assert seen == [False], "a mount point without its mount must not be filled"
     (counted,) = lab.metrics(result)
@@ -214,121 +164,68 @@ def test_root_removed_while_running_is_neither_missed_nor_made_again(case, tmp_p
     lab.assert_sound(root)
 
 
-def test_full_device_stores_nothing_and_stops_nothing(case, tmp_path):
+def test_full_device_stores_nothing_and_stops_nothing(case, root, small_disk):
     model, reference = case
-    root = _root(tmp_path)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", root], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        main = model.main_prompt()
-        steps = [
-            lab.generate(main, "cold"),
-            {"metrics": True},
-            {"reset_prefix_cache": True},
-            lab.generate(main, "again"),
-        ]
-        # With maintenance stores are refused before the device is full: test_engine_capacity.py.
-        transfer = _transfer(root, maintenance="off")
-        result = lab.run(lab.request(model, steps, transfer=transfer))
-        done = lab.generates(result)
-        assert done["cold"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
-        assert lab.counter(result["steps"][1], "stores_skipped", reason="no_space") > 0
-        assert 0 < len(lab.chunks(root)) < 15, "what fitted was stored"
-        lab.assert_sound(root)
-    finally:
-        subprocess.run(["umount", root], check=True)
+    small_disk(root, "512k")
+    main = model.main_prompt()
+    steps = [lab.generate(main, "cold"), lab.METRICS, lab.RESET, lab.generate(main, "again")]
+    # With maintenance stores are refused before the device is full: test_engine_capacity.py.
+    transfer = _transfer(root, maintenance="off")
+    result = lab.run(lab.request(model, steps, transfer=transfer))
+    done = lab.generates(result)
+    assert done["cold"]["tokens"] == done["again"]["tokens"] == reference["main"]["tokens"]
+    assert lab.counter(result["steps"][1], "stores_skipped", reason="no_space") > 0
+    assert 0 < len(lab.chunks(root)) < 15, "what fitted was stored"
+    lab.assert_sound(root)
 
 
-def complaints(log: str) -> list[str]:
-    """Return what fskv says of errors, and the lines of tracebacks that go through it."""
-    ours = f'File "{pathlib.Path(fskv.__file__).parent}{os.sep}'  # the tree may be called so, too
-    return [
-        line
-        for line in log.splitlines()
-        if ours in line or ("fskv: " in line and " ERROR " in line)
-    ]
-
-
-def test_what_is_taken_for_a_complaint_is_one_of_ours():
-    """The negative control of the next test, and what it must not take for one."""
-    package = pathlib.Path(fskv.__file__).parent
-    assert complaints(f'  File "{package}/engines/vllm_worker.py", line 1, in poll')
-    assert complaints("(EngineCore pid=1) ERROR 11-22 13:59:02 [vllm_worker.py:1] fskv: no")
-    assert not complaints(f'  File "{package.parent}/.venv/lib/vllm/renderers/base.py", line 217')
-    assert not complaints("(EngineCore pid=1) INFO 11-22 13:59:02 [vllm_worker.py:1] fskv: yes")
-
-
-def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(reference, tmp_path):
-    root = _root(tmp_path)
+def test_two_engines_writing_the_same_prompts_leave_one_good_file_per_chunk(
+    reference, root, tmp_path
+):
     main, partial = MODEL.main_prompt(), MODEL.partial_prompt()
-    started = []
-    for number in range(2):
-        talk = lab.Conversation(tmp_path / f"talk{number}")
-        (tmp_path / f"talk{number}").mkdir()
-        pause = talk.pause()
-        talk.say(lab.generate(main, "main"), lab.generate(partial, "partial"), {"metrics": True})
-        engine = lab.start_engine(
-            lab.request(MODEL, talk.steps, transfer=_transfer(root)), str(tmp_path / f"e{number}")
-        )
-        started.append((talk, pause, engine))
-    both = [(tmp_path / f"talk{n}" / "0.reached") for n in range(2)]
-
-    def wait_for_both() -> None:
-        import time
-
-        end = time.monotonic() + 120
-        while not all(path.exists() for path in both) and time.monotonic() < end:
-            time.sleep(0.02)
-
-    for talk, pause, engine in started:
-        talk.resume(engine, pause, wait_for_both)
-    for _, _, engine in started:
-        result = engine.wait(lab.ENGINE_TIMEOUT_S)
-        assert result["exit_code"] == 0, result.get("error")
+    talks = [lab.Conversation(tmp_path / f"talk{number}") for number in range(2)]
+    both = [talk.directory / "0.reached" for talk in talks]
+    engines = []
+    for talk in talks:
+        talk.meanwhile(lambda: wait_for(lambda: all(path.exists() for path in both), 120))
+        talk.say(lab.generate(main, "main"), lab.generate(partial, "partial"), lab.METRICS)
+        request = lab.request(MODEL, talk.steps, transfer=_transfer(root))
+        engines.append(lab.start_engine(request, talk.directory / "engine"))
+    for talk, engine in zip(talks, engines, strict=True):
+        talk.go(engine)
+    for engine in engines:
+        result = lab.good(engine.wait())
         done = lab.generates(result)
         assert done["main"]["tokens"] == reference["main"]["tokens"]
         assert done["partial"]["tokens"] == reference["partial"]["tokens"]
         assert lab.counter(result["steps"][-1], "load_failures") == 0
-        log = pathlib.Path(result["log_path"]).read_text()
-        assert complaints(log) == []
-        assert "store failed" not in log
+        assert bad_lines(result["log_path"]) == []
+        assert "store failed" not in lab.log_of(result)
     lab.assert_sound(root)
     # 15 chunks of the main prompt; the partial one shares its first 8 and brings 7 of its own.
     assert len(lab.chunks(root)) == 22
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_path):
-    root = _root(tmp_path)
-    main = MODEL.main_prompt()
-    engine = {"tensor_parallel_size": 2}
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
-    steps = [lab.generate(main, "main")]
-    plain = lab.generates(lab.run(lab.request(MODEL, steps, engine=engine, env=env)))
-    cold = lab.run(lab.request(MODEL, steps, engine=engine, env=env, transfer=_transfer(root)))
+@lab.needs_two_cores
+def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, root, tmp_path):
+    two = {"engine": {"tensor_parallel_size": 2}}
+    two["env"] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **lab.TWO_RANKS}
+    steps = [lab.generate(MODEL.main_prompt(), "main")]
+    plain = lab.generates(lab.run(lab.request(MODEL, steps, **two)))
+    cold = lab.run(lab.request(MODEL, steps, transfer=_transfer(root), **two))
     assert lab.generates(cold)["main"]["tokens"] == plain["main"]["tokens"]
     files = lab.chunks(root)
     assert {path.rsplit(".", 2)[1] for path in files} == {"r0", "r1"}
     assert len(files) == 30
 
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "load"), {"reset_prefix_cache": True})
-    pause = talk.pause()
-    talk.say(lab.generate(main, "one_rank_lost"), *lab.SETTLE, {"reset_prefix_cache": True})
-    talk.say(lab.generate(main, "healed"), {"metrics": True})
-    running = lab.start_engine(
-        lab.request(MODEL, talk.steps, engine=engine, env=env, transfer=_transfer(root)),
-        str(tmp_path / "engine"),
-    )
     victim = next(path for path in files if path.endswith(".r1.kv"))
-    talk.resume(running, pause, lambda: os.truncate(victim, 5000))
-    result = running.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say({**steps[0], "label": "load"}, lab.RESET)
+    talk.meanwhile(lambda: os.truncate(victim, 5000))
+    talk.say({**steps[0], "label": "one_rank_lost"}, *lab.SETTLE, lab.RESET)
+    talk.say({**steps[0], "label": "healed"}, lab.METRICS)
+    result = talk.run(MODEL, transfer=_transfer(root), **two)
     done = lab.generates(result)
     for label in ("load", "one_rank_lost", "healed"):
         assert done[label]["tokens"] == plain["main"]["tokens"], label
@@ -342,57 +239,40 @@ def test_tensor_parallel_ranks_store_and_load_their_own_files(reference, tmp_pat
 
 
 def _reset_scenario(mode: str, root: str, *how: str) -> dict:
-    said = lab.run_program(RESET_SCENARIO, mode, lab.checkpoint(HYBRID.name), root, *how)
-    (answer,) = [line for line in said.splitlines() if line.startswith('{"tokens"')]
-    return json.loads(answer) | {"log": said}
+    return lab.scenario("reset_scenario.py", mode, lab.checkpoint(HYBRID.name), root, *how)
 
 
 @pytest.fixture(scope="module")
-def reset_reference(tmp_path_factory) -> list[int]:
-    return _reset_scenario("reference", _root(tmp_path_factory.mktemp("reset")))["tokens"]
+def reset_reference() -> list[int]:
+    return _reset_scenario("reference", "-")["tokens"]
 
 
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
-def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(
-    guard, reset_reference, tmp_path
-):
+def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(guard, reset_reference, root):
     """Blocks that slid out of a window hold another request's KV by then; vLLM offers them again."""
-    root = _root(tmp_path)
     _reset_scenario("store", root, "wipe", "vouch", *guard)
     loaded = _reset_scenario("load", root)
-    if guard:
-        assert loaded["cached"] > 0
-        assert loaded["tokens"] != reset_reference, "the scenario does not provoke what it should"
-    else:
-        assert loaded["cached"] > 0, "nothing was loaded: equal tokens show nothing"
-        assert loaded["tokens"] == reset_reference
+    assert loaded["cached"] > 0, "nothing was loaded: equal tokens show nothing"
+    assert (loaded["tokens"] == reset_reference) is not bool(guard)
 
 
-def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(
-    tmp_path,
-):
-    root = _root(tmp_path)
+def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(root):
     doubtful = _reset_scenario("store", root)
     assert doubtful["cached"] == 0
     assert "option 'weights_fixed'" in doubtful["log"]
 
 
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
-@pytest.mark.parametrize("ranks", [(), pytest.param(("two_ranks",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks",
+    [(), pytest.param(("two_ranks",), marks=[pytest.mark.slow, lab.needs_two_cores])],
+)
 def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited(
-    ranks, guard, tmp_path
+    ranks, guard, root
 ):
     """It waits for nothing: stores are queued and deferred when its pages get other bytes."""
-    root = _root(tmp_path)
-    env = {}
-    if ranks:
-        if (os.cpu_count() or 1) < 2:
-            pytest.skip("two ranks need two cores")
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    command = (GIVEN_UP_SCENARIO, lab.checkpoint(MODEL.name), root, *ranks, *guard)
-    said = lab.run_program(*command, env=env)
-    (line,) = [line for line in said.splitlines() if line.startswith('{"queued"')]
-    answer = json.loads(line)
+    words = (lab.checkpoint(MODEL.name), root, *ranks, *guard)
+    answer = lab.scenario("given_up_scenario.py", *words, env=lab.TWO_RANKS if ranks else {})
     assert answer["queued"] > 0
     assert answer["deferred"] > 0
     if guard:
@@ -440,67 +320,47 @@ _SOME = ("dtype", "tenant", "weights")
     ],
 )
 def test_a_changed_setting_gives_another_namespace_and_the_same_settings_share(
-    changes, reference, tmp_path
+    changes, reference, root, tmp_path
 ):
-    root = _root(tmp_path)
     main = MODEL.main_prompt()
     lab.stored(MODEL.name, root)
-    namespaces = {str(p.parent) for p in pathlib.Path(root).rglob("namespace.json")}
-    assert len(namespaces) == 1
+    number = len(lab.identities(root))
+    assert number == 1
     untouched = lab.snapshot(root)
 
-    changed = str(tmp_path / "other" / "llama")
-    shutil.copytree(lab.checkpoint("llama"), changed)
-    weights = next(pathlib.Path(changed).glob("*.safetensors"))
-    content = bytearray(weights.read_bytes())
-    content[-4:] = b"\0\0\0\0"
-    weights.write_bytes(content)
-    moved = str(tmp_path / "elsewhere" / "llama")
-    shutil.copytree(lab.checkpoint("llama"), moved)
+    moved, changed = (tmp_path / name / "llama" for name in ("elsewhere", "other"))
+    for directory in (moved, changed):
+        shutil.copytree(lab.checkpoint("llama"), directory)
+    weights = next(changed.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
 
     refused = {}
     for name in changes:
         how = _CHANGES[name]
-        transfer = _transfer(root)
-        transfer["kv_connector_extra_config"] |= how.get("options", {})
         request = lab.request(
             MODEL,
             [lab.generate(main, "main")],
-            transfer=transfer,
-            path=changed if name == "weights" else None,
+            transfer=_transfer(root, **how.get("options", {})),
+            path=str(changed) if name == "weights" else None,
             engine=how.get("engine"),
             env=how.get("env"),
         )
-        result = lab.run_engine(request)
+        result = lab.start_engine(request).wait()
         if result["exit_code"] != 0:
             refused[name] = result["error"]
             continue
         assert lab.generates(result)["main"]["num_cached_tokens"] == 0, name
-        now = {str(p.parent) for p in pathlib.Path(root).rglob("namespace.json")}
-        assert len(now) == len(namespaces) + 1, f"{name} did not get a namespace of its own"
-        namespaces = now
+        number += 1
+        assert len(lab.identities(root)) == number, f"{name} did not get a namespace of its own"
     assert not set(refused) - {"kv cache dtype"}, refused  # not every CPU engine takes fp8
-    assert {
-        path: content for path, content in lab.snapshot(root).items() if path in untouched
-    } == untouched
+    assert untouched.items() <= lab.snapshot(root).items()
 
     # The same checkpoint at another path, in a new process: shares.
     same = lab.run(
-        lab.request(MODEL, [lab.generate(main, "main")], path=moved, transfer=_transfer(root))
+        lab.request(MODEL, [lab.generate(main, "main")], path=str(moved), transfer=_transfer(root))
     )
     assert lab.generates(same)["main"]["num_cached_tokens"] > 0
     assert lab.generates(same)["main"]["tokens"] == reference["main"]["tokens"]
-
-
-@pytest.mark.slow
-def test_another_sliding_window_is_another_namespace(tmp_path):
-    root = _root(tmp_path)
-    steps = [lab.generate(HYBRID.main_prompt(), "main")]
-    lab.run(lab.request(HYBRID, steps, transfer=_transfer(root)))
-    wider = {"hf_overrides": {"sliding_window": 256}}
-    other = lab.run(lab.request(HYBRID, steps, engine=wider, transfer=_transfer(root)))
-    assert lab.generates(other)["main"]["num_cached_tokens"] == 0
-    assert len(list(pathlib.Path(root).rglob("namespace.json"))) == 2
 
 
 # --- configuration that cannot work ---------------------------------------------------------
@@ -511,28 +371,18 @@ def test_another_sliding_window_is_another_namespace(tmp_path):
     [
         ({"rooot": "/x"}, ["'rooot'", "unknown", "did you mean 'root'?"]),
         ({"root": "{missing}"}, ["'root'", "{missing}", "does not exist"]),
-        pytest.param(
-            {"staging_bytes": "10 parsecs"},
-            ["'staging_bytes'", "10 parsecs", "256MiB"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"sync_load_budget_bytes": 1 << 20},
-            ["'sync_load_budget_bytes'", "1048576", "0"],
-            marks=pytest.mark.slow,
-        ),
     ],
 )
-def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path):
-    transfer = lab.connector(_root(tmp_path))
+def test_bad_configuration_is_one_sentence_at_start_up(options, words, root, tmp_path):
+    transfer = lab.connector(root)
     missing = tmp_path / "missing"
     for name, value in options.items():
         made = value.format(missing=missing) if isinstance(value, str) else value
         transfer["kv_connector_extra_config"][name] = made
-    result = lab.run_engine(lab.request(MODEL, [], transfer=transfer), directory=tmp_path / "e")
+    result = lab.start_engine(lab.request(MODEL, [], transfer=transfer)).wait()
     assert result["exit_code"] == 1
     assert not missing.exists(), "a root is never made"
-    log = pathlib.Path(result["log_path"]).read_text()
+    log = lab.log_of(result)
     sentences = [line for line in log.splitlines() if "fskv: " in line and "ERROR" in line]
     assert sentences, log[-2000:]
     assert "Starting to load model" not in log, "it was known before"
@@ -542,26 +392,19 @@ def test_bad_configuration_is_one_sentence_at_start_up(options, words, tmp_path)
 
 
 def test_policy_fail_is_named_and_replaced_so_that_damage_never_fails_a_request(
-    reference, tmp_path
+    reference, root, tmp_path
 ):
-    root = _root(tmp_path)
     main = MODEL.main_prompt()
-    transfer = {**_transfer(root), "kv_load_failure_policy": "fail"}
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), {"reset_prefix_cache": True})
-    pause = talk.pause()
-    talk.say(lab.generate(main, "hurt"))
-    engine = lab.start_engine(
-        lab.request(MODEL, talk.steps, transfer=transfer), str(tmp_path / "engine")
-    )
 
     def hurt() -> None:
         wait_for(lambda: lab.chunks(root), 60)
         os.truncate(lab.chunks(root)[0], 0)
 
-    talk.resume(engine, pause, hurt)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), lab.RESET)
+    talk.meanwhile(hurt)
+    talk.say(lab.generate(main, "hurt"))
+    result = talk.run(MODEL, transfer={**_transfer(root), "kv_load_failure_policy": "fail"})
     assert lab.generates(result)["hurt"]["tokens"] == reference["main"]["tokens"]
-    log = pathlib.Path(result["log_path"]).read_text()
+    log = lab.log_of(result)
     assert "option 'kv_load_failure_policy': found \"fail\"" in log

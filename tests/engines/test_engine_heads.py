@@ -27,11 +27,8 @@ PROMPTS = [CHATS[0], OTHERS[0], CHATS[1], LONG, OTHERS[1], CHATS[2], CHATS[3], O
 ENGINE = {"max_model_len": 8192, "max_num_batched_tokens": 256}  # prompts are computed in chunks
 
 
-def test_of_each_prefix_that_an_engine_used_the_head_is_pruned_last(tmp_path):
-    root = str(tmp_path / "kv")
-    os.mkdir(root)
-    options = {"hybrid_chunk_size": CHUNK, "keep_free": 0}
-    transfer = lab.connector(root, **options)
+def test_of_each_prefix_that_an_engine_used_the_head_is_pruned_last(root, tmp_path):
+    transfer = lab.connector(root, hybrid_chunk_size=CHUNK, keep_free=0)
     steps = [lab.generate(prompt, f"{n}") for n, prompt in enumerate(PROMPTS)]
     first = lab.run(lab.request(MODEL, [*steps, *lab.SETTLE], transfer=transfer, engine=ENGINE))
     for n in (2, 5, 6):

@@ -4,72 +4,99 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
 
 import engine_lab as lab
-import multi_lab
 import pytest
-from multi_lab import CPU_POOL, FAST, SLOW, child, loads, multi, payloads, two_roots
 from world import wait_for
 
 from faults.disk import DiskFaults
+from fskv.format import chunk_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 LLAMA = lab.MODELS["llama"]
 slow = pytest.mark.slow
+CHANGES: dict[str, dict] = {"as_is": {}, "patient": {"patient": True}, "untold": {"untold": True}}
 
 
-def reference(name: str) -> list[int]:
-    """Return the tokens of the main prompt from an engine without a connector."""
-    return lab.reference(name)["main"]["tokens"]
+FAST, SLOW = "fast", "slow"
+CPU_POOL = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 64 << 20,
+        "load_weight": 2,
+        "name": "pool",
+    },
+}
+
+
+def child(root: str, model: lab.Model, **options) -> dict:
+    return lab.connector(root, **{**lab.options_for(model.name), **options})
+
+
+def loads(step: dict) -> dict[str, float]:
+    """Return by child how many requests were loaded from it, of a metrics step; without zeros."""
+    return {
+        m["labels"]["connector"]: m["value"]
+        for m in step["metrics"]
+        if m["name"] == "vllm:fskv_multi_loads" and m["value"]
+    }
 
 
 def names(root: str) -> set[str]:
     return {os.path.relpath(path, root) for path in lab.chunks(root)}
 
 
-def empty(root: str) -> None:
-    for path in lab.chunks(root):
-        os.unlink(path)
+@pytest.fixture
+def faults(roots, tmp_path, native_library) -> DiskFaults:
+    """The faults of the first root's disk."""
+    return DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
 
 
-def pair(
-    model: lab.Model, roots: tuple[str, str], fast: dict | None = None, slow: dict | None = None
-):
-    """Return the children of the usual pair: the first root is worth twice the second."""
-    return (
+def both(
+    model: lab.Model,
+    roots: tuple[str, str],
+    fast: dict | None = None,
+    slow: dict | None = None,
+    **options,
+) -> dict:
+    """Return the usual configuration: the first root is worth twice the second."""
+    return lab.multi(
         child(roots[0], model, name=FAST, load_weight=2.0, **(fast or {})),
         child(roots[1], model, name=SLOW, **(slow or {})),
+        **options,
     )
 
 
-def test_both_roots_get_every_chunk_and_damage_in_the_chosen_one_is_loaded_from_the_other(tmp_path):
-    roots = two_roots(tmp_path)
+def twice(model: lab.Model) -> list[dict]:
+    """Return the steps that ask for the main prompt, and again when the engine has nothing of it."""
+    main = model.main_prompt()
+    first = [lab.generate(main, "cold"), *lab.SETTLE, lab.RESET]
+    return [*first, lab.generate(main, "warm"), lab.METRICS]
+
+
+def test_both_roots_get_every_chunk_and_damage_in_the_chosen_one_is_loaded_from_the_other(
+    roots, tmp_path
+):
     main = LLAMA.main_prompt()
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), *lab.SETTLE, {"reset_prefix_cache": True})
-    talk.say(lab.generate(main, "warm"), {"metrics": True}, {"reset_prefix_cache": True})
-    hurt = talk.pause()
-    talk.say(lab.generate(main, "hurt"), *lab.SETTLE, {"metrics": True})
-    engine = lab.start_engine(
-        lab.request(LLAMA, talk.steps, transfer=multi(*pair(LLAMA, roots))),
-        str(tmp_path / "engine"),
-    )
     good = []
 
     def damage() -> None:
-        good.append(payloads(roots[0]))
+        good.append(lab.payloads(roots[0]))
         for path in lab.chunks(roots[0])[:3]:
             lab.DAMAGES[0].do(path, lab.DamageContext(roots[0]))
 
-    talk.resume(engine, hurt, damage)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(main, "cold"), *lab.SETTLE, lab.RESET)
+    talk.say(lab.generate(main, "warm"), lab.METRICS, lab.RESET)
+    talk.meanwhile(damage)
+    talk.say(lab.generate(main, "hurt"), *lab.SETTLE, lab.METRICS)
+    result = talk.run(LLAMA, transfer=both(LLAMA, roots))
     done = lab.generates(result)
     for label in ("cold", "warm", "hurt"):
-        assert done[label]["tokens"] == reference(LLAMA.name), label
+        assert done[label]["tokens"] == lab.main_tokens(LLAMA.name), label
     assert done["warm"]["num_cached_tokens"] == 1920
     assert names(roots[0]) == names(roots[1])
     assert len(names(roots[0])) == 15
@@ -85,115 +112,78 @@ def test_both_roots_get_every_chunk_and_damage_in_the_chosen_one_is_loaded_from_
         assert lab.counter(before, "stored_chunks", connector=name) == 15
     assert lab.counter(before, "loaded_chunks", connector=SLOW) == 0
     # Healed from what the other one had.
-    assert payloads(roots[0]) == good[0]
+    assert lab.payloads(roots[0]) == good[0]
     lab.assert_sound(roots[0])
 
 
 @slow
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
 def test_after_a_restart_either_root_serves_and_what_the_slow_one_had_comes_to_the_fast_one(
-    name, tmp_path
+    name, roots
 ):
     model = lab.MODELS[name]
-    roots = two_roots(tmp_path)
     main = model.main_prompt()
     cold = [lab.generate(main, "main"), *lab.SETTLE]
     warm = [lab.generate(main, "main"), *lab.SETTLE, {"metrics": True}]
-    lab.run(lab.request(model, cold, transfer=multi(*pair(model, roots))))
+    lab.run(lab.request(model, cold, transfer=both(model, roots)))
     everything = names(roots[0])
     assert everything
     assert names(roots[1]) == everything
 
     def restarted(expected: dict[str, float], **options: dict) -> None:
-        transfer = multi(*pair(model, roots, **options))
+        transfer = both(model, roots, **options)
         result = lab.run(lab.request(model, warm, transfer=transfer))
         done = lab.generates(result)["main"]
-        assert done["tokens"] == reference(name)
+        assert done["tokens"] == lab.main_tokens(name)
         assert done["num_cached_tokens"] >= 1280
         assert loads(lab.metrics(result)[0]) == expected
 
     restarted({FAST: 1})
-    empty(roots[0])
-    untouched = payloads(roots[1])
+    lab.remove(roots[0])
+    untouched = lab.payloads(roots[1])
     restarted({SLOW: 1}, slow={"store": False})
     promoted = names(roots[0])
     # Of windows and states only the last ones are loaded, so only these are there to be stored again.
     assert promoted == everything if name == "llama" else promoted < everything
-    empty(roots[1])
+    lab.remove(roots[1])
     restarted({FAST: 1}, slow={"store": False})
     assert names(roots[1]) == set(), "this one is not stored to"
-    assert {path.replace(roots[0], roots[1]) for path in lab.chunks(roots[0])} <= set(untouched)
-    for path, content in payloads(roots[0]).items():
-        if multi_lab.is_whole(path):
-            assert content == untouched[path.replace(roots[0], roots[1])]
+    assert names(roots[0]) <= set(untouched)
+    for path, content in lab.payloads(roots[0]).items():
+        # Blocks that slid out of a window are in no later store.
+        if chunk_file.parse_header(pathlib.Path(roots[0], path).read_bytes()).first_block == 0:
+            assert content == untouched[path]
 
 
 @slow
-def test_zeroed_files_of_the_chosen_root_change_the_tokens_so_they_are_what_was_loaded(tmp_path):
+def test_zeroed_files_of_the_chosen_root_change_the_tokens_so_they_are_what_was_loaded(roots):
     """The negative control of all that says "same tokens" here."""
-    roots = two_roots(tmp_path)
     main = LLAMA.main_prompt()
     steps = [lab.generate(main, "main"), *lab.SETTLE]
-    lab.run(lab.request(LLAMA, steps, transfer=multi(*pair(LLAMA, roots))))
-    for path in lab.chunks(roots[0]):
-        lab.zero_payload(path)
-    result = lab.run(lab.request(LLAMA, steps, transfer=multi(*pair(LLAMA, roots))))
-    assert lab.generates(result)["main"]["tokens"] != reference(LLAMA.name)
-
-
-@slow
-def test_reads_that_hang_in_one_root_cost_its_deadline_and_the_other_one_serves(
-    tmp_path, native_library
-):
-    roots = two_roots(tmp_path)
-    faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
-    main = LLAMA.main_prompt()
-    transfer = multi(*pair(LLAMA, roots, fast={"load_deadline_s": 2.0}))
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(main, "cold"), *lab.SETTLE, {"reset_prefix_cache": True})
-    start = talk.pause()
-    talk.say(lab.generate(main, "hung"), {"metrics": True})
-    engine = lab.start_engine(
-        lab.request(LLAMA, talk.steps, transfer=transfer, env=faults.env()),
-        str(tmp_path / "engine"),
-    )
-    talk.resume(engine, start, lambda: faults.set("pread hang suffix=.kv", "read hang suffix=.kv"))
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
-    assert faults.fired() > 0
-    hung = lab.generates(result)["hung"]
-    assert hung["tokens"] == reference(LLAMA.name)
-    assert hung["num_cached_tokens"] == 1920
-    counts = lab.metrics(result)[0]
-    assert loads(counts) == {FAST: 1, SLOW: 1}
-    assert lab.counter(counts, "multi_failed_loads", connector=FAST) == 1
-    assert lab.counter(counts, "load_failures", connector=FAST, reason="timed_out") > 0
-    assert lab.counter(counts, "io_threads_hung", connector=FAST) > 0
-    assert lab.counter(counts, "io_threads_hung", connector=SLOW) == 0
+    lab.run(lab.request(LLAMA, steps, transfer=both(LLAMA, roots)))
+    lab.zero(lab.chunks(roots[0]))
+    result = lab.run(lab.request(LLAMA, steps, transfer=both(LLAMA, roots)))
+    assert lab.generates(result)["main"]["tokens"] != lab.main_tokens(LLAMA.name)
 
 
 @slow
 @pytest.mark.parametrize("variant", ["as_is", "patient"])
 def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as_vllm_does(
-    variant, tmp_path, native_library
+    variant, roots, tmp_path, faults
 ):
     """The root's own patience is a minute here: what bounds the wait is the connector above it."""
-    roots = two_roots(tmp_path)
-    faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
-    transfer = multi(*pair(LLAMA, roots, fast={"lookup_timeout_s": 60}), lookup_timeout_s=0.5)
+    transfer = both(LLAMA, roots, fast={"lookup_timeout_s": 60}, lookup_timeout_s=0.5)
     cold = [lab.generate(main, "main"), *lab.SETTLE]
     lab.run(lab.request(LLAMA, cold, transfer=transfer))
-    talk = lab.Conversation(tmp_path)
-    start = talk.pause()
     done = tmp_path / "done"
-    talk.say(lab.generate(main, "hung"), {"touch_file": str(done)}, {"metrics": True})
-    engine = multi_lab.VariantEngine(
-        variant,
-        lab.request(LLAMA, talk.steps, transfer=transfer, env=faults.env()),
-        tmp_path / "engine",
-    )
-    talk.resume(engine, start, lambda: faults.set("open hang", "stat hang", "fstat hang"))
+
+    talk = lab.Conversation(tmp_path)
+    talk.meanwhile(lambda: faults.set("open hang", "stat hang", "fstat hang"))
+    talk.say(lab.generate(main, "hung"), {"touch_file": str(done)}, lab.METRICS)
+    what = {"transfer": transfer, "env": faults.env(), "changes": CHANGES[variant]}
+    engine = lab.start_engine(lab.request(LLAMA, talk.steps, **what), tmp_path / "engine")
+    talk.go(engine)
     try:
         wait_for(lambda: faults.num_hanging > 0, 60)
         if variant == "as_is":
@@ -203,9 +193,9 @@ def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as
                 wait_for(done.exists, 10)
     finally:
         faults.clear()
-    result = engine.wait()
+    result = lab.good(engine.wait())
     hung = lab.generates(result)["hung"]
-    assert hung["tokens"] == reference(LLAMA.name)
+    assert hung["tokens"] == lab.main_tokens(LLAMA.name)
     assert hung["num_cached_tokens"] == 1920
     if variant == "as_is":
         counts = lab.metrics(result)[0]
@@ -215,130 +205,82 @@ def test_a_root_that_does_not_answer_holds_nothing_up_unless_it_is_waited_for_as
 
 @slow
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, tmp_path):
+def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, root):
     model = lab.MODELS[name]
-    root = str(tmp_path / "root")
-    os.mkdir(root)
-    main = model.main_prompt()
-    first = {**CPU_POOL["kv_connector_extra_config"], "load_weight": 2, "name": "pool"}
-    transfer = multi(
-        {**CPU_POOL, "kv_connector_extra_config": first}, child(root, model, name="disk")
-    )
-    steps = [
-        lab.generate(main, "first"),
-        *lab.SETTLE,
-        {"reset_prefix_cache": True},
-        lab.generate(main, "second"),
-        {"metrics": True},
-    ]
+    transfer = lab.multi(CPU_POOL, child(root, model, name="disk"))
+    what = lab.request(model, twice(model), transfer=transfer, changes={"cpu_pool": True})
     # The second is a new process: the pool is empty, the files are not.
-    cold, warm = (
-        multi_lab.VariantEngine(
-            "cpu_pool", lab.request(model, steps, transfer=transfer), tmp_path / number
-        ).wait()
-        for number in ("one", "two")
-    )
-    for result in (cold, warm):
-        for label in ("first", "second"):
-            assert lab.generates(result)[label]["tokens"] == reference(name), label
-    assert lab.generates(cold)["first"]["num_cached_tokens"] == 0
-    assert loads(lab.metrics(cold)[0]) == {"pool": 1}
-    assert loads(lab.metrics(warm)[0]) == {"disk": 1, "pool": 1}, "promoted to the pool"
+    empty, full = lab.run(what), lab.run(what)
+    for result in (empty, full):
+        for label in ("cold", "warm"):
+            assert lab.generates(result)[label]["tokens"] == lab.main_tokens(name), label
+    assert lab.generates(empty)["cold"]["num_cached_tokens"] == 0
+    assert loads(lab.metrics(empty)[0]) == {"pool": 1}
+    assert loads(lab.metrics(full)[0]) == {"disk": 1, "pool": 1}, "promoted to the pool"
     for connector in ("pool", "disk"):
         (nbytes,) = (
             m["value"]
-            for m in lab.metrics(warm)[0]["metrics"]
+            for m in lab.metrics(full)[0]["metrics"]
             if m["name"] == "vllm:kv_offload_load_bytes" and m["labels"]["connector"] == connector
         )
         assert nbytes > 0
 
 
 @slow
-def test_a_full_root_stores_what_fits_and_the_other_one_serves(tmp_path):
-    roots = two_roots(tmp_path)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", roots[0]], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        main = LLAMA.main_prompt()
-        transfer = multi(*pair(LLAMA, roots, fast={"maintenance": "off"}))
-        steps = [
-            lab.generate(main, "cold"),
-            *lab.SETTLE,
-            {"reset_prefix_cache": True},
-            lab.generate(main, "warm"),
-            {"metrics": True},
-        ]
-        result = lab.run(lab.request(LLAMA, steps, transfer=transfer))
-        done = lab.generates(result)
-        for label in ("cold", "warm"):
-            assert done[label]["tokens"] == reference(LLAMA.name), label
-        assert done["warm"]["num_cached_tokens"] == 1920
-        counts = lab.metrics(result)[0]
-        assert loads(counts) == {SLOW: 1}
-        assert lab.counter(counts, "stores_skipped", connector=FAST, reason="no_space") > 0
-        assert lab.counter(counts, "stores_skipped", connector=SLOW, reason="no_space") == 0
-        assert len(names(roots[0])) < len(names(roots[1])) == 15
-        lab.assert_sound(roots[0])
-    finally:
-        subprocess.run(["umount", roots[0]], check=True)
+def test_a_full_root_stores_what_fits_and_the_other_one_serves(roots, small_disk):
+    small_disk(roots[0], "512k")
+    transfer = both(LLAMA, roots, fast={"maintenance": "off"})
+    result = lab.run(lab.request(LLAMA, twice(LLAMA), transfer=transfer))
+    done = lab.generates(result)
+    for label in ("cold", "warm"):
+        assert done[label]["tokens"] == lab.main_tokens(LLAMA.name), label
+    assert done["warm"]["num_cached_tokens"] == 1920
+    counts = lab.metrics(result)[0]
+    assert loads(counts) == {SLOW: 1}
+    assert lab.counter(counts, "stores_skipped", connector=FAST, reason="no_space") > 0
+    assert lab.counter(counts, "stores_skipped", connector=SLOW, reason="no_space") == 0
+    assert len(names(roots[0])) < len(names(roots[1])) == 15
+    lab.assert_sound(roots[0])
 
 
 @slow
 @pytest.mark.parametrize("variant", ["as_is", "untold"])
 def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
-    variant, tmp_path, native_library
+    variant, roots, tmp_path, faults
 ):
     """The fast root's stores wait behind a hung write while the slow one loads into their blocks."""
-    roots = two_roots(tmp_path)
-    faults = DiskFaults(native_library("disk"), pathlib.Path(roots[0]), tmp_path / "faults")
     main = LLAMA.main_prompt()
     other = LLAMA.tokens("another", LLAMA.prompt_tokens)
-    patient = {"load_deadline_s": 100.0, "io_threads": 1}
     # The other prompt in the slow root, nothing in the fast one.
     steps = [lab.generate(other, "other"), *lab.SETTLE]
     lab.run(lab.request(LLAMA, steps, transfer=child(roots[1], LLAMA)))
 
+    hanging = []
     talk = lab.Conversation(tmp_path)
-    start = talk.pause()
+    talk.meanwhile(lambda: faults.set("write hang suffix=.part", "pwrite hang suffix=.part"))
     # Computed, so that both store it; its blocks are free when it has finished.
     talk.say(lab.generate(main, "main"), *lab.SETTLE)
-    loading = talk.pause()
-    talk.say(lab.generate(other, "other"), {"metrics": True})
-    written = talk.pause()
+    talk.meanwhile(lambda: hanging.append(faults.num_hanging))
+    talk.say(lab.generate(other, "other"), lab.METRICS)
+    talk.meanwhile(faults.clear)
     talk.say(*lab.SETTLE, *lab.SETTLE)
-    few = {"num_gpu_blocks_override": 20, "max_model_len": 2048}
-    request = lab.request(
+    result = talk.run(
         LLAMA,
-        talk.steps,
-        transfer=multi(*pair(LLAMA, roots, fast=patient)),
-        engine=few,
+        transfer=both(LLAMA, roots, fast={"load_deadline_s": 100.0, "io_threads": 1}),
+        engine={"num_gpu_blocks_override": 20, "max_model_len": 2048},
         env=faults.env(),
+        changes=CHANGES[variant],
     )
-    engine = multi_lab.VariantEngine(variant, request, tmp_path / "engine")
-    hanging = []
-    talk.resume(
-        engine, start, lambda: faults.set("write hang suffix=.part", "pwrite hang suffix=.part")
-    )
-    talk.resume(engine, loading, lambda: hanging.append(faults.num_hanging))
-    talk.resume(engine, written, faults.clear)
-    result = engine.wait()
     done = lab.generates(result)
-    assert done["main"]["tokens"] == reference(LLAMA.name)
+    assert done["main"]["tokens"] == lab.main_tokens(LLAMA.name)
     assert hanging[0] > 0
     assert loads(lab.metrics(result)[0]) == {SLOW: 1}
     assert done["other"]["num_cached_tokens"] == 1920
-    stored, truth = payloads(roots[0]), payloads(roots[1])
+    stored, truth = lab.payloads(roots[0]), lab.payloads(roots[1])
     assert stored, "the fast root got nothing: the test shows nothing"
     assert len(truth) == 30
     lab.assert_sound(roots[0])
-    wrong = [
-        path
-        for path, content in stored.items()
-        if content != truth[path.replace(roots[0], roots[1])]
-    ]
+    wrong = [path for path, content in stored.items() if content != truth[path]]
     if variant == "untold":
         assert wrong, "the scenario does not provoke what it should"
     else:
@@ -347,48 +289,34 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
 
 @slow
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_preempted_requests_come_back_with_the_same_tokens(name, tmp_path):
+def test_preempted_requests_come_back_with_the_same_tokens(name, roots):
     model = lab.MODELS[name]
-    roots = two_roots(tmp_path)
     # Seven blocks each, and an eighth after some tokens, for which there is no room for all.
     prompts = [model.tokens(f"crowd {number}", 890) for number in range(3)]
     together = {"together": prompts, "max_tokens": 100, "label": "all"}
     steps = [together, *lab.SETTLE, {"reset_prefix_cache": True}, together, {"metrics": True}]
     few = {"num_gpu_blocks_override": 23 if name == "llama" else 29, "max_model_len": 2048}
 
-    def run(directory: str, transfer: dict | None, engine: dict) -> dict:
-        request = lab.request(model, steps, transfer=transfer, engine=engine)
-        return multi_lab.VariantEngine("as_is", request, tmp_path / directory).wait()
-
-    plain = run("plain", None, {})
-    crowded = run("crowded", multi(*pair(model, roots)), few)
-    (want, _), both = ([s for s in r["steps"] if s["step"] == "together"] for r in (plain, crowded))
+    plain = lab.run(lab.request(model, steps))
+    crowded = lab.run(lab.request(model, steps, transfer=both(model, roots), engine=few))
+    (want, _), seen = ([s for s in r["steps"] if s["step"] == "together"] for r in (plain, crowded))
     assert want["num_preemptions"] == 0
-    assert both[-1]["num_preemptions"] > 0, "enough blocks for all: the test shows nothing"
-    for seen in both:
-        assert seen["tokens"] == want["tokens"]
-    assert sum(both[1]["cached"]) > 0
+    assert seen[-1]["num_preemptions"] > 0, "enough blocks for all: the test shows nothing"
+    for one in seen:
+        assert one["tokens"] == want["tokens"]
+    assert sum(seen[1]["cached"]) > 0
     for root in roots:
         lab.assert_sound(root)
 
 
 @slow
-def test_tensor_parallel_ranks_tell_each_child_their_own_namespace(tmp_path):
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
+@lab.needs_two_cores
+def test_tensor_parallel_ranks_tell_each_child_their_own_namespace(roots):
     model = lab.MODELS["llama_tp2"]
-    roots = two_roots(tmp_path)
-    main = model.main_prompt()
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **model.env}
-    steps = [
-        lab.generate(main, "cold"),
-        *lab.SETTLE,
-        {"reset_prefix_cache": True},
-        lab.generate(main, "warm"),
-        {"metrics": True},
-    ]
+    steps = twice(model)
     plain = lab.generates(lab.run(lab.request(model, steps[:1], env=env)))
-    result = lab.run(lab.request(model, steps, transfer=multi(*pair(model, roots)), env=env))
+    result = lab.run(lab.request(model, steps, transfer=both(model, roots), env=env))
     done = lab.generates(result)
     assert done["cold"]["tokens"] == done["warm"]["tokens"] == plain["cold"]["tokens"]
     assert done["warm"]["num_cached_tokens"] > 0

@@ -13,6 +13,7 @@ import pathlib
 import pytest
 from engine_lab import (
     MODELS,
+    RESET,
     SETTLE,
     by_group,
     checkpoint,
@@ -20,6 +21,7 @@ from engine_lab import (
     connector,
     generate,
     generates,
+    identities,
     needs_vllm,
     options_for,
     request,
@@ -35,6 +37,7 @@ needs_vllm()
 pytest.importorskip("fskv_tools.plan.engine")
 
 MAX_MODEL_LEN = 4096
+SAME = ("window_tokens", "tokens_per_block", "page_nbytes", "layer_names")
 
 
 @pytest.mark.parametrize(
@@ -45,18 +48,16 @@ MAX_MODEL_LEN = 4096
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_next", "lfm2")),
     ],
 )
-def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
+def test_an_engine_does_what_was_planned_and_explained(root, name):
     model = MODELS[name]
-    root = tmp_path / "kv"
-    root.mkdir()
     options = options_for(name)
     engine = {"max_model_len": MAX_MODEL_LEN}
     prompt, stranger = model.main_prompt(), model.tokens("stranger", model.prompt_tokens)
-    transfer = connector(str(root), **options)
+    transfer = connector(root, **options)
     run(request(model, [generate(prompt, "main"), *SETTLE], transfer=transfer, engine=engine))
 
-    (manifest,) = root.glob("*/*@*/namespace.json")
-    identity = json.loads(manifest.read_text())
+    (manifest,) = pathlib.Path(root).glob("*/*@*/namespace.json")
+    (identity,) = identities(root)
     words = ["--platform", "cpu", "--dtype", model.dtype, "--max-model-len", MAX_MODEL_LEN]
     if "block_size" in model.engine:
         words += ["--block-size", model.engine["block_size"]]
@@ -70,24 +71,17 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     assert done.summary["source"] == "vLLM's own class of the model"
     # The plan is what the engine wrote about itself, and the length of every file.
     assert done.summary["blocks_per_chunk"] == identity["blocks_per_chunk"]
-    assert [described(group) for group in planned] == [
-        (
-            group["group_idx"],
-            group["kind"].partition("/")[0],
-            group["window_tokens"],
-            group["tokens_per_block"],
-            group["page_nbytes"],
-            group["layer_names"],
-        )
-        for group in identity["groups"]
-    ]
+    fields = ("group_idx", "kind", *SAME)
+    stored = [tuple(group[name] for name in fields) for group in identity["groups"]]
+    stored = [(index, kind.partition("/")[0], *rest) for index, kind, *rest in stored]
+    assert [described(group) for group in planned] == stored
     # Negative control: of an engine with another dtype the plan is another.
     other = "bfloat16" if model.dtype == "float32" else "float32"
     wrong = fskv("plan", checkpoint(name), "--json", *words, "--dtype", other)
     assert [described(line) for line in wrong.lines[: len(planned)]] != list(
         map(described, planned)
     )
-    found = by_group(chunks(str(root)))
+    found = by_group(chunks(root))
     for group in planned:
         sizes = {pathlib.Path(path).stat().st_size for path in found[group["group"]]}
         assert sizes == {group["file_nbytes"]}
@@ -98,35 +92,24 @@ def test_an_engine_does_what_was_planned_and_explained(tmp_path, name):
     told = [line for line in recorded.lines if line["type"] == "group"]
     assert [described(group) for group in told] == [described(group) for group in planned]
     # What is explained of the prompt is what a new engine loads; of another prompt, nothing.
-    explained = {}
-    for label, tokens in (("again", prompt), ("stranger", stranger)):
-        one = fskv(
-            "explain",
-            "--tokens",
-            "-",
-            "--json",
-            root=root,
-            stdin=json.dumps(tokens),
-        )
-        explained[label] = one.summary["hit_tokens"]
+    explained = {"again": hit_tokens(root, prompt), "stranger": hit_tokens(root, stranger)}
     assert explained["stranger"] == 0 < explained["again"] == done.summary["hit_tokens"]
     steps = [generate(prompt, "again"), generate(stranger, "stranger"), *SETTLE]
     result = run(request(model, steps, transfer=transfer, engine=engine))
     done = generates(result)
-    for label, hit_tokens in explained.items():
-        assert done[label]["num_cached_tokens"] == hit_tokens
+    for label, foretold in explained.items():
+        assert done[label]["num_cached_tokens"] == foretold
+
+
+def hit_tokens(root, tokens):
+    """Return what `fskv explain` says of a prompt."""
+    words = ("explain", "--tokens", "-", "--json")
+    return fskv(*words, root=root, stdin=json.dumps(tokens)).summary["hit_tokens"]
 
 
 def described(group):
     """Return a planned group as a manifest has it."""
-    return (
-        group["group"],
-        group["group_kind"],
-        group["window_tokens"],
-        group["tokens_per_block"],
-        group["page_nbytes"],
-        group["layer_names"],
-    )
+    return tuple(group[name] for name in ("group", "group_kind", *SAME))
 
 
 HEADS = {
@@ -206,33 +189,25 @@ def test_a_model_that_vllm_does_not_have_is_refused_with_its_reason(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [128, pytest.param(None, id="negative_control")])
-def test_a_hit_ends_inside_a_block_where_an_earlier_prompt_ended_and_explain_says_so(
-    tmp_path, unit
-):
+def test_a_hit_ends_inside_a_block_where_an_earlier_prompt_ended_and_explain_says_so(root, unit):
     """Blocks of 640 tokens with vLLM's `prefix_match_unit`: a state is kept where a prompt ended."""
     model = MODELS["qwen3_next"]
-    root = tmp_path / "kv"
-    root.mkdir()
     main = model.main_prompt()[:1800]
     prompts = {
         "again": main,
         "longer": main + model.tokens("longer", 100),
         "parted": main[:1100] + model.tokens("parted", 700),
     }
-    transfer = connector(str(root))
+    transfer = connector(root)
     engine = {"prefix_match_unit": unit} if unit else {}
     run(
         request(model, [generate(main, "main"), *SETTLE, *SETTLE], transfer=transfer, engine=engine)
     )
-    explained = {}
-    for label, tokens in prompts.items():
-        words = ("explain", "--tokens", "-", "--json")
-        one = fskv(*words, root=root, stdin=json.dumps(tokens))
-        explained[label] = one.summary["hit_tokens"]
+    explained = {label: hit_tokens(root, tokens) for label, tokens in prompts.items()}
     # vLLM waits for no lookup inside a block: what it has not heard of by then is heard of the next time.
-    steps = [generate(main, "first"), {"reset_prefix_cache": True}]
+    steps = [generate(main, "first"), RESET]
     for label, tokens in prompts.items():
-        steps += [generate(tokens, label), {"reset_prefix_cache": True}]
+        steps += [generate(tokens, label), RESET]
     done = generates(run(request(model, steps, transfer=transfer, engine=engine)))
     hits = {label: done[label]["num_cached_tokens"] for label in prompts}
     assert hits == explained

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import engine_lab as lab
 import pytest
@@ -23,9 +21,8 @@ lab.needs_vllm()
 MODEL = lab.MODELS["llama"]
 PROMPT_TOKENS = 1100
 FILE_NBYTES = (128 + 4) << 10
-RESET = {"reset_prefix_cache": True}
+RESET = lab.RESET
 FIRST, SECOND, THIRD = range(10), range(10, 18), range(18, 28)
-ENGINE_TIMEOUT_S = 240
 
 
 def _ask(number: int, label: str) -> dict:
@@ -64,26 +61,21 @@ def _said(process: subprocess.Popen) -> tuple[str, str]:
     return out, err
 
 
-def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
-    root = str(tmp_path / "root")
-    os.mkdir(root)
+def test_two_live_engines_are_pruned_once_and_then_watched(root, tmp_path):
     transfer = lab.connector(root, hybrid_chunk_size=128, keep_free=0)
     talks, engines = [], []
     for own in (1, 2):
-        directory = tmp_path / f"engine{own}"
-        directory.mkdir()
-        talk = lab.Conversation(directory)
-        talks.append((directory, _steps(talk, own)))
+        talk = lab.Conversation(tmp_path / f"engine{own}")
+        talks.append((talk.directory, _steps(talk, own)))
         request = lab.request(MODEL, talk.steps, transfer=transfer)
-        engines.append(lab.start_engine(request, str(directory)))
+        engines.append(lab.start_engine(request, talk.directory))
 
     def both_are_at(number):
-        end = time.monotonic() + ENGINE_TIMEOUT_S
-        for directory, pauses in talks:
-            while not (directory / f"{pauses[number]}.reached").exists():
-                assert time.monotonic() < end
-                assert all(engine.running for engine in engines)
-                time.sleep(0.05)
+        def reached():
+            assert all(engine.running for engine in engines)
+            return all((at / f"{pauses[number]}.reached").exists() for at, pauses in talks)
+
+        wait_for(reached, lab.ENGINE_TIMEOUT_S)
 
     def go_on(number):
         for directory, pauses in talks:
@@ -118,7 +110,7 @@ def test_two_live_engines_are_pruned_once_and_then_watched(tmp_path):
         wait_for(lambda: count(root)[0] <= bound, 60)
         reached = len(sampler.nbytes) + 1
         go_on(1)
-        results = [engine.wait(ENGINE_TIMEOUT_S) for engine in engines]
+        results = [engine.wait() for engine in engines]
         assert watcher.poll() is None
         sampler.stop()
         # The bound holds a few seconds of writing: see docs/architecture.md, "Capacity".

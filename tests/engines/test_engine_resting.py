@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 
 import engine_lab as lab
 import pytest
-from multi_lab import child, multi, two_roots
 from places import LAB
-from tier_lab import transfer as tiering
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 lab.needs_vllm()
 
 LLAMA = lab.MODELS["llama"]
-PROGRAM = str(LAB / "strange_engine.py")
 NO_IMPL = "has no attribute 'impl'"
 
 
@@ -27,28 +23,23 @@ def asked_twice(strange, transfer, **engine):
         *(lab.generate(main, "first"), *lab.SETTLE, {"reset_prefix_cache": True}),
         *(lab.generate(main, "again"), {"metrics": True}),
     ]
-    what = lab.request(LLAMA, steps, transfer=transfer, **engine)
-    result = lab.run({**what, "strange": strange}, program=PROGRAM)
+    changes = {strange: True} if strange else {}
+    result = lab.run(lab.request(LLAMA, steps, transfer=transfer, changes=changes, **engine))
     done = lab.generates(result)
-    wanted = lab.reference("llama")["main"]["tokens"]
+    wanted = lab.main_tokens("llama")
     assert [done[label]["tokens"] for label in ("first", "again")] == [wanted, wanted]
     assert done["again"]["num_cached_tokens"] == 0
-    return result, pathlib.Path(result["log_path"]).read_text()
+    return result, lab.log_of(result)
 
 
 def lines(log):
     return [line for line in log.splitlines() if "event=kv_unknown" in line]
 
 
-def make_root(tmp_path, name="root"):
-    (tmp_path / name).mkdir()
-    return str(tmp_path / name)
-
-
-def test_an_engine_with_a_layer_that_does_not_tell_starts_and_rests(tmp_path):
-    root, health = make_root(tmp_path), tmp_path / "health.json"
+def test_an_engine_with_a_layer_that_does_not_tell_starts_and_rests(root, tmp_path):
+    health = tmp_path / "health.json"
     transfer = lab.connector(root, **lab.options_for("llama"), health_file=str(health))
-    result, log = asked_twice("layer", transfer)
+    result, log = asked_twice("without_impl", transfer)
     assert lab.chunks(root) == []
     (line,) = lines(log)
     assert "model.layers.1." in line
@@ -60,19 +51,17 @@ def test_an_engine_with_a_layer_that_does_not_tell_starts_and_rests(tmp_path):
     told = json.loads(health.read_text())
     assert told["conditions"] == ["kv_unknown"]
     # The control: the same engine with layers that tell stores.
-    other = make_root(tmp_path, "other")
+    other = str(tmp_path / "other")
     assert lab.counter(*lab.metrics(lab.stored("llama", other)), "off") == 0
     assert lab.chunks(other)
 
 
 @pytest.mark.slow
-def test_one_rank_that_does_not_know_its_kv_has_both_rest(tmp_path):
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
-    root = make_root(tmp_path)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+@lab.needs_two_cores
+def test_one_rank_that_does_not_know_its_kv_has_both_rest(root):
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **lab.TWO_RANKS}
     env["PYTHONPATH"] = f"{LAB}:{os.environ.get('PYTHONPATH', '')}"
-    engine = {"tensor_parallel_size": 2, "worker_cls": "strange_worker.StrangeWorker"}
+    engine = {"tensor_parallel_size": 2, "worker_cls": "workers.StrangeWorker"}
     transfer = lab.connector(root, **lab.options_for("llama"))
     result, log = asked_twice("", transfer, engine=engine, env=env)
     assert lab.chunks(root) == []
@@ -82,9 +71,9 @@ def test_one_rank_that_does_not_know_its_kv_has_both_rest(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_with_kv_of_a_new_kind_starts_and_rests(tmp_path):
-    root, health = make_root(tmp_path), tmp_path / "health.json"
-    result, log = asked_twice("kind", lab.connector(root, health_file=str(health)))
+def test_an_engine_with_kv_of_a_new_kind_starts_and_rests(root, tmp_path):
+    health = tmp_path / "health.json"
+    result, log = asked_twice("new_kind", lab.connector(root, health_file=str(health)))
     assert lab.chunks(root) == []
     (line,) = lines(log)
     assert "fskv does not know how its KV is covered" in line
@@ -94,24 +83,12 @@ def test_an_engine_with_kv_of_a_new_kind_starts_and_rests(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strange", ["layer", "kind"])
-def test_the_tier_rests_too(strange, tmp_path):
-    root = make_root(tmp_path)
-    steps = [lab.generate(LLAMA.main_prompt(), "first"), *lab.SETTLE, {"metrics": True}]
-    what = lab.request(LLAMA, steps, transfer=tiering(root))
-    result = lab.run({**what, "strange": strange}, program=PROGRAM)
-    assert lab.generates(result)["first"]["tokens"] == lab.reference("llama")["main"]["tokens"]
-    assert lab.chunks(root) == []
-    assert len(lines(pathlib.Path(result["log_path"]).read_text())) == 1
-    (shown,) = lab.metrics(result)
-    assert lab.counter(shown, "off") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strange", ["layer", "kind"])
-def test_all_children_of_a_multi_connector_rest(strange, tmp_path):
-    roots = two_roots(tmp_path)
-    transfer = multi(*(child(root, LLAMA, name=f"c{i}") for i, root in enumerate(roots)))
+@pytest.mark.parametrize("strange", ["without_impl", "new_kind"])
+def test_all_children_of_a_multi_connector_rest(strange, roots):
+    options = lab.options_for("llama")
+    transfer = lab.multi(
+        *(lab.connector(root, name=os.path.basename(root), **options) for root in roots)
+    )
     result, log = asked_twice(strange, transfer)
     assert [lab.chunks(root) for root in roots] == [[], []]
     assert len(lines(log)) == len(roots)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import urllib.request
 import engine_lab as lab
 import pytest
 import tool_lab
-from world import wait_for
+from world import free_port, wait_for
 
 DYNAMO = os.environ.get("FSKV_DYNAMO")
 pytestmark = [
@@ -33,12 +32,6 @@ BLOCK_TOKENS, CHUNK_TOKENS = 128, 256
 WHOLE = MODEL.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 MAIN, OTHER = MODEL.main_prompt(), MODEL.tokens("other", MODEL.prompt_tokens)
 NEWS_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Indexer:
@@ -126,11 +119,11 @@ class Node:
         self.talk.resume(self.engine, self.pauses.pop(0), lambda: None)
 
 
-def test_a_foreign_indexer_sees_what_is_on_the_disk_and_what_is_pruned_and_catches_up(tmp_path):
-    root = str(tmp_path / "root")
-    os.mkdir(root)
+def test_a_foreign_indexer_sees_what_is_on_the_disk_and_what_is_pruned_and_catches_up(
+    root, tmp_path
+):
     one, two = nodes = [Node(number, tmp_path, root) for number in (1, 2)]
-    reset = {"reset_prefix_cache": True}
+    reset = lab.RESET
     # An engine says what was pruned while it steps.
     idle = [step for n in range(8) for step in ({"sleep": 0.5}, lab.generate([7 + n], "idle"))]
     one.say(lab.generate(MAIN, "main"))
@@ -195,8 +188,7 @@ def test_a_foreign_indexer_sees_what_is_on_the_disk_and_what_is_pruned_and_catch
         assert indexers[1].tokens(one, OTHER) == 0, "without a replay it would not know"
         for node in nodes:
             node.go()
-            result = node.engine.wait()
-            assert result["exit_code"] == 0, result.get("error")
+            result = lab.good(node.engine.wait())
         assert lab.generates(result)["main"]["num_cached_tokens"] == WHOLE
     finally:
         for indexer in indexers:

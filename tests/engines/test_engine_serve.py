@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -16,7 +15,7 @@ import engine_lab as lab
 import pytest
 from places import LAB
 from prometheus_client.parser import text_string_to_metric_families
-from world import wait_for
+from world import free_port, wait_for
 
 from fskv.bounds.shared_files import SharedFiles
 
@@ -36,9 +35,7 @@ class Server:
     """One `vllm serve` on a port of its own; killed at the end of the block if it still runs."""
 
     def __init__(self, directory: pathlib.Path, root: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.log = directory / f"serve-{self.port}.log"
         # The server closes a connection that nobody uses for 5 s, just when the next request is sent on it.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -150,26 +147,24 @@ class Server:
         return self._process.wait(60), time.monotonic() - begun
 
 
-def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_restart(tmp_path):
-    root = tmp_path / "root"
-    root.mkdir()
+def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_restart(root, tmp_path):
     prompts = [MODEL.tokens(f"client {n}", PROMPT_TOKENS) for n in range(NUM_CLIENTS)]
     left, late = (
         [MODEL.tokens(f"{of} {n}", PROMPT_TOKENS) for n in range(8)] for of in ("left", "late")
     )
     chunks = PROMPT_TOKENS // CHUNK * NUM_CLIENTS
-    with Server(tmp_path, str(root)) as server:
+    with Server(tmp_path, root) as server:
         cold = server.complete_all(prompts)
         assert len({tuple(tokens) for tokens in cold}) > NUM_CLIENTS // 2, "degenerate tokens"
         # Nobody asks any more, and what is left is stored all the same.
-        wait_for(lambda: len(lab.chunks(str(root))) == chunks, 60)
+        wait_for(lambda: len(lab.chunks(root)) == chunks, 60)
         server.step_until(lambda: server.metric("stored_chunks_total") == chunks)
         assert server.metric("requests_total", result="miss") == NUM_CLIENTS
         assert server.metric("loaded_requests_total") == 0
         server.cancel_all(left)  # while they are computed and stored
         left_cold = server.complete_all(left)
         left_chunks = PROMPT_TOKENS // CHUNK * len(left)
-        wait_for(lambda: len(lab.chunks(str(root))) == chunks + left_chunks, 60)
+        wait_for(lambda: len(lab.chunks(root)) == chunks + left_chunks, 60)
         server.complete_all(late)
         assert server.get("/health")[0] == 200
         # Later vLLM says so of itself now and then, when its engine goes before its own handler.
@@ -183,8 +178,8 @@ def test_a_served_engine_stores_for_many_clients_and_loads_for_them_after_a_rest
         assert SharedFiles(shared).heartbeats() == []
         said = server.log.read_text().splitlines()
         assert not [line for line in said if " ERROR " in line and "fskv: " in line]
-    lab.assert_sound(str(root))
-    with Server(tmp_path, str(root)) as server:
+    lab.assert_sound(root)
+    with Server(tmp_path, root) as server:
         assert server.complete_all(prompts) == cold
         assert server.metric("loaded_requests_total") == NUM_CLIENTS
         assert server.metric("loaded_tokens_total") == chunks * CHUNK

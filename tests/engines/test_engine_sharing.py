@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import re
-import shutil
 
 import engine_lab as lab
 import pytest
@@ -16,37 +15,23 @@ lab.needs_vllm()
 
 
 class Shared:
-    """One model's root, stored by one engine, with the reference tokens of an engine without fskv."""
+    """A root on which an engine stored a model's main prompt, and the tokens of one without fskv."""
 
-    def __init__(self, name: str, directory: pathlib.Path) -> None:
-        self.model = lab.MODELS[name]
-        self.options = lab.options_for(name)
-        self.directory = directory
-        self.root = str(directory / "root")
+    def __init__(self, name: str, root: str) -> None:
+        self.model, self.root = lab.MODELS[name], root
         reference = lab.reference(name)
         self.main_tokens = reference["main"]["tokens"]
         self.partial_tokens = reference["partial"]["tokens"]
-        cold = lab.stored(name, self.root)
-        self.cold = lab.generates(cold)["main"]
-        self.cold_metrics = cold["steps"][-1]
-        self.stored = lab.snapshot(self.root)
+        self.cold = lab.stored(name, root)
+        self.stored = lab.snapshot(root)
 
     def transfer(self, root: str | None = None, **options: object) -> dict:
-        return lab.connector(root or self.root, **{**self.options, **options})
-
-
-@pytest.fixture(scope="module")
-def made() -> dict[str, Shared]:
-    return {}
+        return lab.connector(root or self.root, **lab.options_for(self.model.name), **options)
 
 
 @pytest.fixture
-def shared(request, made, tmp_path_factory) -> Shared:
-    """Each model's is made once, in whatever order the tests run."""
-    name = request.param
-    if name not in made:
-        made[name] = Shared(name, tmp_path_factory.mktemp(name))
-    return made[name]
+def shared(request, root) -> Shared:
+    return Shared(request.param, root)
 
 
 def on(*fast: str, slow: tuple[str, ...]):
@@ -60,8 +45,8 @@ def on(*fast: str, slow: tuple[str, ...]):
 
 @on("llama", "gpt_oss", "qwen3_next", slow=("gemma3", "lfm2"))
 def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
-    assert shared.cold["tokens"] == shared.main_tokens
-    assert lab.counter(shared.cold_metrics, "stored_chunks") == len(shared.stored) > 0
+    assert lab.generates(shared.cold)["main"]["tokens"] == shared.main_tokens
+    assert lab.counter(shared.cold["steps"][-1], "stored_chunks") == len(shared.stored) > 0
     lab.assert_sound(shared.root)
     (rate,) = pathlib.Path(shared.root).glob("*/*@*/prefill_rate.txt")
     assert float(rate.read_text()) > 0
@@ -71,33 +56,14 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
     groups = lab.by_group(lab.chunks(shared.root))
     main = lab.generate(shared.model.main_prompt(), "main")
     talk = lab.Conversation(tmp_path)
-    talk.say(
-        main,
-        {"metrics": True},
-        lab.generate(shared.model.partial_prompt(), "partial"),
-        {"reset_prefix_cache": True},
-    )
-    pauses = {}
-    for group in groups:
-        pauses[group] = talk.pause()
-        talk.say(lab.generate(shared.model.main_prompt(), f"zeroed{group}"))
-        talk.say({"reset_prefix_cache": True})
-    last = talk.pause()
-    talk.say(lab.generate(shared.model.main_prompt(), "restored"))
-    engine = lab.start_engine(
-        lab.request(shared.model, talk.steps, transfer=shared.transfer()), str(tmp_path / "engine")
-    )
-
-    def zero(group: int) -> None:
-        lab.restore(shared.stored)
-        for path in groups[group]:
-            lab.zero_payload(path)
-
-    for group, pause in pauses.items():
-        talk.resume(engine, pause, lambda g=group: zero(g))
-    talk.resume(engine, last, lambda: lab.restore(shared.stored))
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+    partial = lab.generate(shared.model.partial_prompt(), "partial")
+    talk.say(main, lab.METRICS, partial, lab.RESET)
+    for group, paths in groups.items():
+        talk.spoil(shared.stored, lambda paths=paths: lab.zero(paths))
+        talk.say({**main, "label": f"zeroed{group}"}, lab.RESET)
+    talk.spoil(shared.stored, lambda: None)
+    talk.say({**main, "label": "restored"})
+    result = talk.run(shared.model, transfer=shared.transfer())
     done = lab.generates(result)
 
     assert done["main"]["tokens"] == shared.main_tokens
@@ -112,22 +78,19 @@ def test_store_restart_load_partial_prefix_and_zeroed_groups(shared, tmp_path):
             f"group {group} had no effect"
         )
     assert done["restored"]["tokens"] == shared.main_tokens
-    lab.restore(shared.stored)
 
 
 @on("llama", slow=("gpt_oss", "qwen3_next"))
 def test_an_engine_that_only_loads_runs_on_a_read_only_mount_and_changes_nothing(shared, tmp_path):
     """Negative controls: one that stores is refused there, and touches what it loads where it may."""
-    root = str(tmp_path / "root")
-    shutil.copytree(shared.root, root)
+    root = shared.root
     main = lab.generate(shared.model.main_prompt(), "main")
     partial = lab.generate(shared.model.partial_prompt(), "partial")
     steps = [main, {"metrics": True}, partial, *lab.SETTLE]
 
     def run_at(at: str, **options: object) -> dict:
-        return lab.run_engine(
-            lab.request(shared.model, steps, transfer=shared.transfer(at, **options))
-        )
+        what = lab.request(shared.model, steps, transfer=shared.transfer(at, **options))
+        return lab.start_engine(what).wait()
 
     read_only.make_old(root)
     before = read_only.look(root)
@@ -136,7 +99,7 @@ def test_an_engine_that_only_loads_runs_on_a_read_only_mount_and_changes_nothing
         assert loaded["exit_code"] == 0, loaded.get("error")
         refused = run_at(at)
         assert refused["exit_code"] != 0
-        assert "'store' false" in pathlib.Path(refused["log_path"]).read_text()
+        assert "'store' false" in lab.log_of(refused)
     done = lab.generates(loaded)
     assert done["main"]["tokens"] == shared.main_tokens
     assert done["partial"]["tokens"] == shared.partial_tokens
@@ -151,7 +114,6 @@ def test_an_engine_that_only_loads_runs_on_a_read_only_mount_and_changes_nothing
 
 @on(slow=("llama", "gpt_oss", "qwen3_next", "gemma3", "lfm2"))
 def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(shared):
-    lab.restore(shared.stored)
     main = lab.generate(shared.model.main_prompt(), "main")
     partial = lab.generate(shared.model.partial_prompt(), "partial")
     # And vLLM binds its threads to cores, as it does where nobody says otherwise.
@@ -169,72 +131,46 @@ def test_an_engine_in_several_processes_loads_what_one_in_one_process_stored(sha
 
 @on("llama", slow=("gpt_oss", "qwen3_next", "gemma3", "lfm2"))
 def test_damaged_chunks_cost_a_recompute_and_heal(shared, tmp_path):
-    _damage_and_heal(shared, tmp_path, multiprocess=False)
+    (tmp_path / "other").mkdir()
+    other = str(tmp_path / "other")
+    steps = [lab.generate(shared.model.main_prompt(), "other")]
+    lab.run(lab.request(shared.model, steps, transfer=shared.transfer(other, tenant="other")))
+    _damage_and_heal(shared, tmp_path, lab.DAMAGES, lab.DamageContext(shared.root, other))
+    assert list(pathlib.Path(shared.root).rglob("*.foreign-*")), "moved aside, not deleted"
 
 
 @on(slow=("gpt_oss", "llama"))
 def test_damaged_chunks_are_handled_across_processes(shared, tmp_path):
-    _damage_and_heal(shared, tmp_path, multiprocess=True)
+    some = [d for d in lab.DAMAGES if d.name in ("payload_bit_flip", "removed_after_lookup")]
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    _damage_and_heal(shared, tmp_path, some, lab.DamageContext(shared.root), env)
 
 
-def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bool) -> None:
-    lab.restore(shared.stored)
-    other_root = tmp_path / "other"
-    other_root.mkdir()
+def _damage_and_heal(
+    shared: Shared,
+    tmp_path: pathlib.Path,
+    damages: list[lab.Damage],
+    context: lab.DamageContext,
+    env: dict[str, str] | None = None,
+) -> None:
     prompt = shared.model.main_prompt()
-    if multiprocess:
-        damages = [d for d in lab.DAMAGES if d.name in ("payload_bit_flip", "removed_after_lookup")]
-    else:
-        damages = lab.DAMAGES
-        lab.run(
-            lab.request(
-                shared.model,
-                [lab.generate(prompt, "other")],
-                transfer=shared.transfer(str(other_root), tenant="other"),
-            )
-        )
-
-    talk = lab.Conversation(tmp_path)
-    talk.say(lab.generate(prompt, "full"), {"reset_prefix_cache": True}, {"metrics": True})
-    pauses = {}
-    for damage in damages:
-        pauses[damage.name] = talk.pause()
-        talk.say(
-            lab.generate(prompt, f"{damage.name}"),
-            {"reset_prefix_cache": True},
-            {"metrics": True},
-            *lab.SETTLE,
-            lab.generate(prompt, f"{damage.name}_again"),
-            {"reset_prefix_cache": True},
-            {"metrics": True},
-        )
-    engine = lab.start_engine(
-        lab.request(
-            shared.model,
-            talk.steps,
-            transfer=shared.transfer(),
-            env={
-                "FSKV_TEST_DROP_CAPS": "1",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
-            },
-        ),
-        str(tmp_path / "engine"),
-    )
-    context = lab.DamageContext(shared.root, str(other_root))
     groups = lab.by_group(shared.stored)
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(prompt, "full"), lab.RESET, lab.METRICS)
     for number, damage in enumerate(damages):
         # Another group each time, all its chunks: whichever the prompt needs is among them.
         victims = groups[sorted(groups)[number % len(groups)]]
 
         def spoil(damage=damage, victims=victims) -> None:
-            # Windows and states that the prompt does not need were damaged before and not looked at.
-            lab.restore(shared.stored)
             for path in victims:
                 damage.do(path, context)
 
-        talk.resume(engine, pauses[damage.name], spoil)
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
+        # Windows and states that the prompt does not need were damaged before and not looked at.
+        talk.spoil(shared.stored, spoil)
+        talk.say(lab.generate(prompt, damage.name), lab.RESET, lab.METRICS, *lab.SETTLE)
+        talk.say(lab.generate(prompt, f"{damage.name}_again"), lab.RESET, lab.METRICS)
+    env = {"FSKV_TEST_DROP_CAPS": "1", **(env or {})}
+    result = talk.run(shared.model, transfer=shared.transfer(), env=env)
     done = lab.generates(result)
     metrics = lab.metrics(result)
     full = done["full"]["num_cached_tokens"]
@@ -249,8 +185,6 @@ def _damage_and_heal(shared: Shared, tmp_path: pathlib.Path, *, multiprocess: bo
         counted = [lab.counter(m, "load_failures", reason=damage.reason) for m in (before, after)]
         assert counted[1] > counted[0], f"{damage.name} was not counted as {damage.reason}"
     assert lab.parts(shared.root) == []
-    if not multiprocess:
-        assert list(pathlib.Path(shared.root).rglob("*.foreign-*")), "moved aside, not deleted"
     lab.restore(shared.stored)
     lab.assert_sound(shared.root)
 
@@ -265,13 +199,11 @@ def _plain(line: str, root: str) -> str:
 
 
 @pytest.mark.parametrize("doctored", [False, pytest.param(True, id="negative_control")])
-def test_log_lines_in_the_documents_are_what_an_engine_says_at_its_start(doctored, tmp_path):
-    model, root = lab.MODELS["gpt_oss"], tmp_path / "root"
-    root.mkdir()
+def test_log_lines_in_the_documents_are_what_an_engine_says_at_its_start(doctored, root):
+    model = lab.MODELS["gpt_oss"]
     steps = [lab.generate(model.partial_prompt(), "any")]
-    result = lab.run(lab.request(model, steps, transfer=lab.connector(str(root))))
-    log = pathlib.Path(result["log_path"]).read_text()
-    said = {_plain(line, str(root)) for line in log.splitlines() if "fskv: " in line}
+    log = lab.log_of(lab.run(lab.request(model, steps, transfer=lab.connector(root))))
+    said = {_plain(line, root) for line in log.splitlines() if "fskv: " in line}
     text = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
     shown = re.findall(r"^(?:INFO +|WARNING +)fskv: .*$", text, re.MULTILINE)
     assert len(shown) >= 2

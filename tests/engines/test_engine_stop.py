@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pathlib
 
 import engine_lab as lab
@@ -12,7 +10,6 @@ import pytest
 import world
 from world import wait_for
 
-from faults.disk import DiskFaults
 from fskv.bounds.shared_files import SharedFiles
 
 pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
@@ -21,54 +18,32 @@ lab.needs_vllm()
 MODEL = lab.MODELS["llama"]
 CHUNK_TOKENS = 128
 CHUNKS = MODEL.prompt_tokens // CHUNK_TOKENS
-# So slow that an engine which is ended at once cannot have stored all of them.
-SLOW_RENAME = "rename slow_ms=1500 suffix=.kv"
-
-
-def _start(root: pathlib.Path, steps: list, timeout_s: int, faults: DiskFaults) -> lab.Engine:
-    faults.set(SLOW_RENAME)
-    health = str(root.parent / "health.json")
-    what = lab.request(
-        MODEL,
-        steps,
-        transfer=lab.connector(str(root), hybrid_chunk_size=CHUNK_TOKENS, health_file=health),
-        engine={"shutdown_timeout": timeout_s},
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **faults.env()},
-    )
-    return lab.start_engine({**what, "flush": False}, str(root.parent / "engine"))
-
-
-def _health(root: pathlib.Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads((root.parent / "health.json").read_text())["state"]
-    return ""
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def faults(root, tmp_path, native_library):
-    return DiskFaults(native_library("disk"), root, tmp_path / "faults")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout_s", [0, 60])
 def test_an_engine_that_is_stopped_has_ended_and_with_time_stores_its_last_chunks(
-    root, faults, timeout_s
+    root, tmp_path, faults, timeout_s
 ):
     """With vLLM's default of 0 s the engine gets SIGTERM and at once SIGKILL, with all its descendants."""
-    steps = [lab.generate(MODEL.main_prompt(), "last"), {"shutdown": timeout_s}]
-    result = _start(root, steps, timeout_s, faults).wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, result.get("error")
-    wait_for(lambda: _health(root) == "ended", 20)
+    # So slow that an engine which is ended at once cannot have stored all of them.
+    faults.set("rename slow_ms=1500 suffix=.kv")
+    health = tmp_path / "health.json"
+    options = {"hybrid_chunk_size": CHUNK_TOKENS, "health_file": str(health)}
+    what = lab.request(
+        MODEL,
+        [lab.generate(MODEL.main_prompt(), "last"), {"shutdown": timeout_s}],
+        transfer=lab.connector(root, **options),
+        engine={"shutdown_timeout": timeout_s},
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **faults.env()},
+        flush=False,
+    )
+    lab.run(what)
+    wait_for(lambda: health.exists() and json.loads(health.read_text())["state"] == "ended", 20)
     shared = f"{root}/.fskv-maintenance"
-    wait_for(lambda: not os.path.exists(f"{shared}/lease.json"), 20)
+    wait_for(lambda: not pathlib.Path(shared, "lease.json").exists(), 20)
     assert SharedFiles(shared).heartbeats() == []
-    stored = len(lab.chunks(str(root)))
+    stored = len(lab.chunks(root))
     if timeout_s:
         assert (stored, faults.fired()) == (CHUNKS, CHUNKS)
     else:

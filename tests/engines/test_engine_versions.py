@@ -65,10 +65,8 @@ def _identities(root: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_another_version_s_chunks_are_refused_by_identity_and_its_own_are_served(name, tmp_path):
+def test_another_version_s_chunks_are_refused_by_identity_and_its_own_are_served(name, root):
     model = lab.MODELS[name]
-    root = str(tmp_path / "root")
-    os.mkdir(root)
     here, there = _version(""), _version(OTHER)
     assert here != there, "FSKV_VLLM_PATH holds the very version that is installed"
     plain = _run(model, OTHER, None, "main")["main"]
@@ -99,11 +97,9 @@ def test_another_version_s_chunks_are_refused_by_identity_and_its_own_are_served
     assert back["back"]["tokens"] == whole["cold"]["tokens"]
 
 
-def test_negative_control_it_is_the_identity_that_keeps_them_apart(tmp_path):
+def test_negative_control_it_is_the_identity_that_keeps_them_apart(root):
     """The other version's chunks, put into its own namespace by hand, are refused: the header tells."""
     model = lab.MODELS["llama"]
-    root = str(tmp_path / "root")
-    os.mkdir(root)
     whole = _run(model, "", root, "cold")
     (mine,) = _identities(root)
     first = _run(model, OTHER, root, "cold")

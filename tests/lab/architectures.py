@@ -6,16 +6,13 @@ KV, as other kernels do: KV of the other architecture, loaded, gives other token
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import engine_lab as lab
-from places import LAB
 
-PROGRAM = str(LAB / "identity_engine.py")
 MODEL = lab.MODELS["gpt_oss"]
 KERNELS = {"sm_89": 1.0, "sm_120": 1.5}
 FIRST, OTHER = KERNELS
@@ -35,8 +32,8 @@ def request(
 ) -> dict[str, Any]:
     """Return an engine's request; `called` is what fskv takes the architecture for, if not for `arch`."""
     transfer = lab.connector(root, **options) if root else None
-    what = lab.request(MODEL, steps, transfer=transfer, env=dict(MODEL.env))
-    return {**what, "arch": called or arch, "kernels": KERNELS[arch]}
+    changes = {"arch": called or arch, "kernels": KERNELS[arch]}
+    return lab.request(MODEL, steps, transfer=transfer, env=MODEL.env, changes=changes)
 
 
 def ask(label: str, of: str | None = None) -> dict[str, Any]:
@@ -45,11 +42,11 @@ def ask(label: str, of: str | None = None) -> dict[str, Any]:
 
 
 def run(*what: Any, **how: Any) -> dict[str, Any]:
-    return lab.run(request(*what, **how), program=PROGRAM)
+    return lab.run(request(*what, **how))
 
 
-def start(*what: Any, directory: pathlib.Path | None = None, **how: Any) -> lab.Engine:
-    return lab.start_engine(request(*what, **how), directory, program=PROGRAM)
+def start(*what: Any, **how: Any) -> lab.Engine:
+    return lab.start_engine(request(*what, **how))
 
 
 def expected() -> dict[str, dict[str, list[int]]]:
@@ -70,10 +67,6 @@ def files(root: str, arch: str) -> dict[str, tuple[bytes, int]]:
     return {str(p.relative_to(top)): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(found)}
 
 
-def identities(root: str) -> list[dict[str, Any]]:
-    return [json.loads(p.read_text()) for p in pathlib.Path(root).glob("*/*@*/namespace.json")]
-
-
 @dataclass
 class Phases:
     """Runs the phases on a root, which each architecture may reach by a path of its own.
@@ -92,25 +85,24 @@ class Phases:
         want = expected()
         first, other = self.roots[FIRST], self.roots[OTHER]
         pause_step, options = {"sleep": self.pause_s}, self.options
-        settle = [pause_step, *lab.SETTLE, {"metrics": True}]
-        talk = lab.Conversation(self.directory)
-        talk.say(pause_step, ask("cold", "main"), *settle, ask("warm", "main"), {"metrics": True})
-        pause = talk.pause()
-        talk.say({"reset_prefix_cache": True}, ask("after", "main"), *settle)
-        resident = start(FIRST, talk.steps, first, directory=self.directory, **options)
+        settle = [pause_step, *lab.SETTLE, lab.METRICS]
         seen: dict[str, Any] = {}
 
         def between() -> None:
             seen["dirs"] = _architectures(first)
             seen["own"] = files(first, FIRST)
             steps = [pause_step, ask("cold", "main"), *settle]
-            steps += [{"reset_prefix_cache": True}, ask("again", "main"), *settle]
+            steps += [lab.RESET, ask("again", "main"), *settle]
             seen["other"] = run(OTHER, steps, other, **options)
             seen["own after"] = files(first, FIRST)
 
-        talk.resume(resident, pause, between)
-        result = resident.wait()
-        assert result["exit_code"] == 0, result.get("error")
+        talk = lab.Conversation(self.directory)
+        talk.say(pause_step, ask("cold", "main"), *settle, ask("warm", "main"), lab.METRICS)
+        talk.meanwhile(between)
+        talk.say(lab.RESET, ask("after", "main"), *settle)
+        resident = start(FIRST, talk.steps, first, **options)
+        talk.go(resident)
+        result = lab.good(resident.wait())
         done, metrics = lab.generates(result), lab.metrics(result)
         own = seen["own"]
 
@@ -135,7 +127,7 @@ class Phases:
         self._row("E", f"{FIRST} after {OTHER}", done["after"], "its own KV, right tokens")
 
         theirs = files(other, OTHER)
-        one, two = identities(first)
+        one, two = lab.identities(first)
         assert {name for name in one if one[name] != two[name]} == {"arch"}
         assert {one["arch"], two["arch"]} == {FIRST, OTHER}
         assert _names(own) == _names(theirs)
@@ -161,11 +153,10 @@ class Phases:
         steps = [
             step for label in ("main", *_NEW) for step in (ask(label), pause_step, *lab.SETTLE)
         ]
-        steps += [*settle, {"reset_prefix_cache": True}, ask("twice", _NEW[0]), *settle]
+        steps += [*settle, lab.RESET, ask("twice", _NEW[0]), *settle]
         both = {arch: start(arch, steps, root, **options) for arch, root in self.roots.items()}
         for arch, engine in both.items():
-            result = engine.wait()
-            assert result["exit_code"] == 0, result.get("error")
+            result = lab.good(engine.wait())
             answers = lab.generates(result)
             assert_answer(answers["main"], want[arch]["main"], hit=True)
             for label in _NEW:
@@ -182,11 +173,6 @@ class Phases:
     def _row(self, letter: str, what: str, answer: dict[str, Any] | None, seen: str) -> None:
         tokens = "" if answer is None else answer["num_cached_tokens"]
         self.rows.append((letter, what, tokens, seen))
-
-    def table(self) -> str:
-        lines = ["| | phase | from files | seen |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(map(str, row))} |" for row in self.rows]
-        return "\n".join(lines)
 
 
 def assert_answer(answer: dict[str, Any], tokens: list[int], *, hit: bool) -> None:

@@ -10,74 +10,53 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import engine_lab as lab
+import networks
 
-from demo.checkpoints import VOCAB_SIZE
+from demo.checkpoints import _tune
+from demo.checkpoints import config as config_of_demo
 
 PROMPTS = lab.MODELS["llama"]  # any model with this vocabulary
 _QUIET = {"o_proj.weight": 0.3, "down_proj.weight": 0.05}
 _HIDDEN = 64
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": _HIDDEN,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
 
 Weights = dict[str, Any]
 # Changes a checkpoint's weights in place, and returns what else is in its config.json.
 Change = Callable[[Weights], dict[str, Any]]
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=32, **_SIZES)
+def _llama(**changes: Any) -> Any:
+    return networks.config("Llama", **{"num_key_value_heads": 2, **changes})
 
 
-def _one_head_llama() -> Any:
-    config = _llama()
-    config.num_key_value_heads = 1
-    return config
+def _one_head_llama(**changes: Any) -> Any:
+    return _llama(num_key_value_heads=1, **changes)
 
 
 def _one_layer_llama() -> Any:
-    config = _one_head_llama()
-    config.num_hidden_layers = 1  # vLLM wants all of a draft's layers in one group
-    return config
+    return _one_head_llama(num_hidden_layers=1)  # vLLM wants all of a draft's layers in one group
 
 
 def _qwen2() -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(num_hidden_layers=2, num_key_value_heads=2, **_SIZES)
+    return networks.config("Qwen2", num_key_value_heads=2)
 
 
 def _exaone() -> Any:
-    from transformers import ExaoneMoeConfig
-
-    return ExaoneMoeConfig(
+    return networks.config(
+        "ExaoneMoe",
         num_hidden_layers=4,
-        num_key_value_heads=1,
-        head_dim=32,
         sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 2,
         mlp_layer_types=["dense"] * 4,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **_SIZES,
     )
 
 
 def _qwen3_next() -> Any:
-    from demo.checkpoints import config as of_demo
-
-    config = of_demo("qwen3_next")
+    config = config_of_demo("qwen3_next")
     config.mlp_only_layers = []  # vLLM wants experts in the MTP layer too, and that is layer 0
     return config
 
@@ -97,12 +76,8 @@ def _write(directory: pathlib.Path, network: Any, change: Change) -> str:
 
 def _network(config: Any, dtype: str, quiet: Mapping[str, float]) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from demo.checkpoints import _tune
-
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network = networks.make(config)
     _tune(network)
     for name, weight in network.named_parameters():
         for end, factor in quiet.items():
@@ -170,6 +145,9 @@ def _mtp(weights: Weights) -> dict[str, Any]:
     return {"num_nextn_predict_layers": 1, "mtp_layer_types": ["full_attention"]}
 
 
+_CHUNK = {"hybrid_chunk_size": 128}
+
+
 @dataclass(frozen=True)
 class Drafting:
     """One way to draft: a model, what drafts for it, and what of a prompt is hit after a restart."""
@@ -178,109 +156,85 @@ class Drafting:
     network: Callable[[], Any]
     method: str
     layers: str  # of the draft: how their names begin
-    hit_tokens: int
     model: Change = _nothing
     head: tuple[Callable[[], Any], Change] | None = None
-    num_tokens: int = 3
+    hit_tokens: int = 1920
     dtype: str = "float32"
     block_size: int = 128
     quiet: Mapping[str, float] = field(default_factory=lambda: _QUIET)
-    options: Mapping[str, Any] = field(default_factory=dict)  # of fskv
+    options: Mapping[str, Any] = field(default_factory=lambda: _CHUNK)  # of fskv
     guesses: bool = True  # so many of its drafts are accepted that zeros in its KV show
+    path: str = ""  # of the model's checkpoint, once it is `written`
+    draft_path: str = ""
 
-    def checkpoints(self, directory: pathlib.Path) -> tuple[str, dict[str, Any]]:
-        """Write the checkpoints; return the model's directory and the engine's arguments."""
+    def written(self, directory: pathlib.Path) -> Drafting:
+        """Write the checkpoints; return where they are."""
         network = _network(self.network(), self.dtype, self.quiet)
-        path = _write(directory / "model", network, self.model)
-        speculative = {"method": self.method, "num_speculative_tokens": self.num_tokens}
+        path, draft_path = _write(directory / "model", network, self.model), ""
         if self.head is not None:
             config, change = self.head
             network = _network(config(), self.dtype, self.quiet)
-            speculative["model"] = _write(directory / "draft", network, change)
+            draft_path = _write(directory / "draft", network, change)
+        return replace(self, path=path, draft_path=draft_path)
+
+    def what(self, transfer: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+        """Return what `engine_lab.request` takes for an engine that drafts, with other arguments of vLLM."""
+        number = 1 if self.method == "mtp" else 3
+        speculative = {"method": self.method, "num_speculative_tokens": number}
+        if self.draft_path:
+            speculative["model"] = self.draft_path
         engine = {"dtype": self.dtype, "block_size": self.block_size}
-        return path, {**engine, "speculative_config": speculative}
+        return {
+            "path": self.path,
+            "engine": {**engine, "speculative_config": speculative, **changes},
+            "transfer": transfer,
+            "changes": {"cpu_gaps": True},
+        }
 
 
-_CHUNK = {"hybrid_chunk_size": 128}
-_FULL, _WINDOW, _STATE = "full", "sliding_window", "state"
+_STATE = ("state", "state", "full")
+_WINDOW = ("sliding_window", "full", "full")
 
 # vLLM keeps windows and states at the end of a prompt alone, as it does by itself: there most goes wrong.
 DRAFTS = {
     "draft_model": Drafting(
-        (_FULL,),
-        _llama,
-        "draft_model",
-        "draft_model.",
-        hit_tokens=1920,
-        head=(_llama, _noisy),
-        options=_CHUNK,
+        ("full",), _llama, "draft_model", "draft_model.", head=(_llama, _noisy)
     ),
-    "eagle": Drafting(
-        (_FULL,),
-        _llama,
-        "eagle",
-        "model.layers.2.",
-        hit_tokens=1920,
-        head=(_llama, _eagle),
-        options=_CHUNK,
-    ),
-    "mtp": Drafting(
-        (_FULL,),
-        _qwen2,
-        "mtp",
-        "model.layers.2.",
-        hit_tokens=1920,
-        model=_mimo,
-        num_tokens=1,
-        options=_CHUNK,
-    ),
+    "eagle": Drafting(("full",), _llama, "eagle", "model.layers.2.", head=(_llama, _eagle)),
+    "mtp": Drafting(("full",), _qwen2, "mtp", "model.layers.2.", _mimo),
     "windows_eagle": Drafting(
-        (_WINDOW, _FULL, _FULL),
+        _WINDOW,
         _exaone,
         "eagle",
         "model.layers.4.",
-        hit_tokens=1920,
         head=(_one_head_llama, _eagle),
-        options=_CHUNK,
         guesses=False,
     ),
-    "windows_mtp": Drafting(
-        (_WINDOW, _FULL, _FULL),
-        _exaone,
-        "mtp",
-        "mtp.",
-        hit_tokens=1920,
-        model=_mtp,
-        num_tokens=1,
-        options=_CHUNK,
-    ),
+    "windows_mtp": Drafting(_WINDOW, _exaone, "mtp", "mtp.", _mtp),
     # vLLM keeps the state a block before the end where there is an EAGLE head or MTP.
     "states_mtp": Drafting(
-        (_STATE, _STATE, _FULL),
+        _STATE,
         _qwen3_next,
         "mtp",
         "mtp.",
+        _mtp,
         hit_tokens=1280,
-        model=_mtp,
-        num_tokens=1,
         dtype="bfloat16",  # its CPU kernels take nothing else
         block_size=640,
         quiet={},
+        options={},
         guesses=False,
     ),
 }
 
 # VLLM's V1 model runner gives such a draft the slots of group 0, which are another layer's.
 OVERWRITING = Drafting(
-    (_WINDOW, _FULL, _FULL),
+    _WINDOW,
     _exaone,
     "draft_model",
     "draft_model.",
-    hit_tokens=0,
     head=(_one_layer_llama, _nothing),
-    options=_CHUNK,
     quiet={},
-    guesses=False,
 )
 NGRAMS = {
     "method": "ngram",

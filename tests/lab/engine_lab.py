@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ import places
 import pytest
 from fork_server import ForkServer
 from places import LAB, REPOSITORY
+from world import damage as flip
 
-from demo import engine as engine_program
 from demo.checkpoints import MODELS, Model, make
 from demo.engine import ENV_DEFAULTS, SETTLE, RunningEngine, generates
 from faults import files as damage
@@ -39,6 +39,12 @@ ENGINE_TIMEOUT_S = 240
 # make each ten times slower.
 ENGINE_ENV = {**ENV_DEFAULTS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 MAX_TOKENS = 16
+RESET = {"reset_prefix_cache": True}  # the engine's own cache, not the connector's
+# Empties vLLM's CPU tier too, or nothing would be asked of the files.
+RESET_TIERS = {**RESET, "connector": True}
+METRICS = {"metrics": True}
+# Else vLLM refuses the second rank.
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 # Small chunks, so that a prompt has many; hybrids choose one block a chunk by themselves.
 CHUNK_TOKENS = {"llama": 128}
@@ -59,6 +65,34 @@ def connector(root: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def multi(*children: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the kv_transfer_config of several roots, each with that of its own."""
+    return {
+        "kv_connector": "FskvMultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children), **options},
+    }
+
+
+def tier(root: str, *, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Return the kv_transfer_config with FskvTier behind vLLM's CPU tier, as far as that runs without a GPU.
+
+    `extra` stands beside `secondary_tiers`. The files of a busy machine are waited for.
+    """
+    tier = {"type": "FskvTier", "module_path": "fskv.engines.vllm_tier", "root": root}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "demo.cpu_tiering",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": [{**tier, "lookup_timeout_s": 10, **options}],
+            **(extra or {}),
+        },
+    }
+
+
 def request(
     model: Model,
     steps: list[dict[str, Any]],
@@ -66,14 +100,17 @@ def request(
     transfer: dict[str, Any] | None = None,
     path: str | None = None,
     engine: dict[str, Any] | None = None,
-    env: dict[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
+    """Return the request of an engine of demo/engine.py; `more` has what lab_engine.py adds to it."""
     return {
         "model": path or checkpoint(model.name),
         "engine": {**model.engine_kwargs(), **(engine or {})},
         "kv_transfer_config": transfer,
         "env": {**ENGINE_ENV, **(env or {})},
         "steps": steps,
+        **more,
     }
 
 
@@ -82,24 +119,17 @@ def generate(prompt: list[int], label: str) -> dict[str, Any]:
 
 
 def run(what: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """Run an engine to its end; it must not have failed."""
-    result = run_engine(what, **how)
-    assert result["exit_code"] == 0, result.get("error")
-    return result
+    """Run an engine to its end; it must not have failed. `how` is of `start_engine`."""
+    return good(start_engine(what, **how).wait())
 
 
-def run_engine(what: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """Run an engine to its end; `how` is of `start_engine`."""
-    return explained(start_engine(what, **how).wait(ENGINE_TIMEOUT_S))
-
-
-def explained(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result, after the end of the log was printed if the engine failed."""
+def good(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of an engine that must not have failed; else the end of the log is printed."""
     if result["exit_code"] != 0:
         lines = [f"engine failed: {result['error']} (log: {result['log_path']})"]
-        log = pathlib.Path(result["log_path"]).read_text(errors="replace").splitlines()
-        lines += [f"  | {line}" for line in log[-30:]]
+        lines += [f"  | {line}" for line in log_of(result).splitlines()[-30:]]
         print("\n".join(lines), file=sys.stderr)
+    assert result["exit_code"] == 0, result.get("error")
     return result
 
 
@@ -130,40 +160,38 @@ def start_engine(
     what: dict[str, Any],
     directory: str | os.PathLike[str] | None = None,
     *,
-    program: str = engine_program.__file__,
-    arguments: Sequence[str] = (),
+    program: str = str(LAB / "lab_engine.py"),
     fresh: bool = False,
 ) -> Engine:
     """Start an engine; its request, result and log are in `directory` (default: a new one).
 
-    What runs is `program ARGUMENTS request result`: in a fork of a process that has imported vLLM
-    already, unless the environment forbids that or it is to be `fresh`: a new interpreter, with another
-    seed of its string hashes.
+    What runs is `program request result`: in a fork of a process that has imported vLLM already, unless the
+    environment forbids that or it is to be `fresh`: a new interpreter, with another seed of its hashes.
     """
 
     def launch(paths: list[str], env: dict[str, str], log_path: str) -> Any:
-        return _launch([program, *arguments, *paths], env, log_path, fresh=fresh)
+        return _launch([program, *paths], env, log_path, fresh=fresh)
 
     return Engine(what, str(directory or _new_directory()), launch)
-
-
-def quick(**constants: float) -> dict[str, Any]:
-    """Return how `start_engine` starts demo/engine.py with other constants of fskv: see quick_constants."""
-    return {"program": str(LAB / "quick_constants.py"), "arguments": [json.dumps(constants)]}
 
 
 def _new_directory() -> str:
     return tempfile.mkdtemp(prefix="fskv-engine-", dir=places.run_directory)
 
 
-def run_program(
-    *command: str, env: Mapping[str, str] | None = None, timeout_s: float = ENGINE_TIMEOUT_S
-) -> str:
-    """Run a program of the lab that makes an engine itself; return all that it printed. It must not fail."""
+def scenario(name: str, *words: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run a program of the lab that makes engines itself; return its one line of JSON, and its `log`."""
+    said = run_program(str(LAB / name), *words, env=env)
+    (line,) = [line for line in said.splitlines() if line.startswith('{"')]
+    return {**json.loads(line), "log": said}
+
+
+def run_program(*command: str, env: Mapping[str, str] | None = None) -> str:
+    """Run a program to its end; return all that it printed. It must not fail."""
     log = pathlib.Path(_new_directory()) / "engine.log"
     process = start_program(*command, env=env, log=log)
     try:
-        code = process.wait(timeout_s)
+        code = process.wait(ENGINE_TIMEOUT_S)
     finally:
         kill_program(process)
     said = log.read_text(errors="replace")
@@ -212,6 +240,11 @@ def reference(name: str) -> dict[str, dict[str, Any]]:
         return done
 
     return _once(f"reference-{name}", make_it)[1]
+
+
+def main_tokens(name: str) -> list[int]:
+    """Return the tokens of the main prompt from an engine without a connector."""
+    return list(reference(name)["main"]["tokens"])
 
 
 def stored(name: str, root: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
@@ -290,6 +323,35 @@ def parts(root: str) -> list[str]:
     return sorted(str(p) for p in pathlib.Path(root).rglob("*.part"))
 
 
+def payloads(root: str) -> dict[str, bytes]:
+    """Return the KV of each file by its path below the root, without the header and its time of writing."""
+    return {
+        os.path.relpath(path, root): content[chunk_file.header_length(content) :]
+        for path, content in snapshot(root).items()
+    }
+
+
+def identities(root: str) -> list[dict[str, Any]]:
+    """Return the manifests of all namespaces, oldest first."""
+    paths = sorted(pathlib.Path(root).rglob("namespace.json"), key=lambda p: p.stat().st_mtime_ns)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def zero(paths: Iterable[str]) -> None:
+    for path in paths:
+        zero_payload(path)
+
+
+def remove(root: str) -> None:
+    """Remove all chunks of a root."""
+    for path in chunks(root):
+        os.unlink(path)
+
+
+def log_of(result: dict[str, Any]) -> str:
+    return pathlib.Path(result["log_path"]).read_text(errors="replace")
+
+
 def snapshot(root: str) -> dict[str, bytes]:
     return {path: pathlib.Path(path).read_bytes() for path in chunks(root)}
 
@@ -311,23 +373,6 @@ def assert_sound(root: str) -> None:
 # --- damage ---------------------------------------------------------------------------------
 
 
-def _flip(path: str, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 0x10]))
-
-
-def _append(path: str, content: bytes) -> None:
-    with open(path, "ab") as file:
-        file.write(content)
-
-
-def _header_nbytes(path: str) -> int:
-    return chunk_file.header_length(pathlib.Path(path).read_bytes())
-
-
 @dataclass
 class Damage:
     """One way to spoil the chunk `path`; `reason` is the label under which the engine must count it."""
@@ -335,8 +380,6 @@ class Damage:
     name: str
     reason: str
     do: Callable[[str, DamageContext], None]
-    undo: Callable[[str, DamageContext], None] | None = None
-    heals: bool = True
 
 
 @dataclass
@@ -365,29 +408,19 @@ def _directory_instead(path: str, context: DamageContext) -> None:
     os.mkdir(path)
 
 
-def _unlink(path: str, context: DamageContext) -> None:
-    os.unlink(path)
-
-
 DAMAGES = [
     # In the chunk's last block: a sliding window may need only that, and only what is needed is read.
-    Damage("payload_bit_flip", "corrupt", lambda p, c: _flip(p, os.path.getsize(p) - 4200)),
-    Damage("header_bit_flip", "corrupt", lambda p, c: _flip(p, 100)),
+    Damage("payload_bit_flip", "corrupt", lambda p, c: flip(p, os.path.getsize(p) - 4200, 0x10)),
+    Damage("header_bit_flip", "corrupt", lambda p, c: flip(p, 100, 0x10)),
     Damage("truncated_to_zero", "corrupt", lambda p, c: os.truncate(p, 0)),
     Damage("truncated_mid_header", "corrupt", lambda p, c: os.truncate(p, 1000)),
     Damage(
-        "truncated_mid_payload",
-        "corrupt",
-        lambda p, c: os.truncate(p, _header_nbytes(p) + 5000),
+        "truncated_mid_payload", "corrupt", lambda p, c: os.truncate(p, os.path.getsize(p) // 2)
     ),
-    Damage(
-        "trailing_garbage",
-        "corrupt",
-        lambda p, c: _append(p, b"x" * 4096),
-    ),
+    Damage("trailing_garbage", "corrupt", lambda p, c: os.truncate(p, os.path.getsize(p) + 4096)),
     Damage("chunk_of_another_key", "stale", _swap_in_neighbour),
     Damage("chunk_of_another_namespace", "stale", _from_other_namespace),
-    Damage("removed_after_lookup", "absent", _unlink),
+    Damage("removed_after_lookup", "absent", lambda p, c: os.unlink(p)),
     Damage("directory_instead", "stale", _directory_instead),
     Damage("unreadable", "denied", lambda p, c: os.chmod(p, 0)),
 ]
@@ -398,8 +431,10 @@ class Conversation:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
+        directory.mkdir(exist_ok=True)
         self.steps: list[dict[str, Any]] = []
         self._num_pauses = 0
+        self._meanwhile: list[tuple[int, Callable[[], object]]] = []
 
     def say(self, *steps: dict[str, Any]) -> None:
         self.steps.extend(steps)
@@ -414,7 +449,15 @@ class Conversation:
         )
         return number
 
-    def resume(self, engine: Any, number: int, between: Callable[[], None]) -> None:
+    def meanwhile(self, do: Callable[[], object]) -> None:
+        """Add a point where the engine waits until `go` has called `do`."""
+        self._meanwhile.append((self.pause(), do))
+
+    def spoil(self, stored: dict[str, bytes], do: Callable[[], object]) -> None:
+        """Add a point where these files are made whole again, and then `do` spoils them."""
+        self.meanwhile(lambda: (restore(stored), do()))
+
+    def resume(self, engine: Any, number: int, between: Callable[[], object]) -> None:
         reached = self.directory / f"{number}.reached"
         end = time.monotonic() + ENGINE_TIMEOUT_S
         while not reached.exists():
@@ -424,6 +467,20 @@ class Conversation:
         if reached.exists():
             between()
         (self.directory / f"{number}.go").touch()
+
+    def go(self, engine: Engine) -> None:
+        """Do what is to be done meanwhile."""
+        for number, do in self._meanwhile:
+            self.resume(engine, number, do)
+
+    def run(self, model: Model, timeout_s: float = ENGINE_TIMEOUT_S, **what: Any) -> dict[str, Any]:
+        """Say all of it to an engine, which must not fail; return its result. `what` is of `request`."""
+        engine = start_engine(request(model, self.steps, **what), self.directory / "engine")
+        self.go(engine)
+        return good(engine.wait(timeout_s))
+
+
+needs_two_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 
 
 def needs_vllm() -> None:

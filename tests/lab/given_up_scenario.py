@@ -7,19 +7,12 @@ processes beside this one.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import sys
 import time
 
-import places  # noqa: F401
+from scenarios import ask, make_llm, sampling, tell
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-)
 POISON = 0x5A
 _LONGEST_S = 60.0
 
@@ -63,46 +56,20 @@ def spoil(_worker: object, poison: int) -> None:
 
 def main() -> None:
     checkpoint, root, *how = sys.argv[1:]
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from engine_lab import MODELS, connector
 
-    from demo.checkpoints import MODELS
-    from fskv.engines.vllm import connector
+    from fskv.engines.vllm import connector as of_fskv
 
     model = MODELS["llama"]
     if "unguarded" in how:  # the negative control: vLLM's own reset tells the worker nothing
-        connector.drop_in_workers = lambda: None
-    llm = LLM(
-        model=checkpoint,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="FskvConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "root": root,
-                "hybrid_chunk_size": 128,
-                "weights_fixed": True,  # or nothing would be stored after the reset
-            },
-        ),
-        tensor_parallel_size=2 if "two_ranks" in how else 1,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=4096,
-        max_num_batched_tokens=1024,
-        max_num_seqs=4,
-        disable_log_stats=False,
-        seed=0,
-        **model.engine_kwargs(),
-    )
+        of_fskv.drop_in_workers = lambda: None
+    # Vouched for, or nothing would be stored after the reset.
+    transfer = connector(root, hybrid_chunk_size=128, weights_fixed=True)
+    ranks = 2 if "two_ranks" in how else 1
+    llm = make_llm(model, checkpoint, transfer, tensor_parallel_size=ranks)
     engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
     core.collective_rpc(close_gate)
     end = time.monotonic() + _LONGEST_S
-
-    def sampling(count: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
-    def generate(prompt: list[int], count: int) -> dict:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling(count), use_tqdm=False)
-        return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
     def stores() -> tuple[int, int]:
         """Return how many files are queued and deferred, of all ranks."""
@@ -112,9 +79,9 @@ def main() -> None:
     def settle() -> None:
         """Step until nothing is left to be stored: what a step stores is submitted in the next one."""
         for _ in range(2):
-            generate([1], 1)
+            ask(llm, [1], 1)
         while any(stores()) and time.monotonic() < end:
-            generate([1], 1)
+            ask(llm, [1], 1)
 
     engine.add_request("long", {"prompt_token_ids": model.main_prompt()}, sampling(16))
     while not all(stores()):
@@ -131,12 +98,12 @@ def main() -> None:
     answer["files"] = len(files)
     foreign = bytes([POISON]) * 4096
     answer["foreign"] = sum(foreign in open(path, "rb").read() for path in files)  # noqa: SIM115
-    answer["computed"] = generate(model.main_prompt(), 16)
+    answer["computed"] = ask(llm, model.main_prompt(), 16)
     settle()
     llm.reset_prefix_cache()
-    answer["loaded"] = generate(model.main_prompt(), 16)
+    answer["loaded"] = ask(llm, model.main_prompt(), 16)
     engine.engine_core.shutdown()
-    print("\n" + json.dumps(answer), flush=True)
+    tell(answer)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
-import select
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
+from asked_engine import AskedEngine, Program
 from places import LAB, REPOSITORY
-from world import wait_for
+from world import free_port, wait_for
 
 HERE = REPOSITORY / "tests" / "lmcache_engines"
-START_S, STEP_S = 400, 240
 CHUNK_TOKENS = 128
 BLOCK_TOKENS = 128  # what vLLM takes on CPUs by itself
 # Of Llama type, with weights that answer: `make test-lmcache` downloads them.
@@ -53,17 +49,10 @@ def plugin(
     return {"type": "plugin", **names, "adapter_params": params}
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def environment():
-    """What all programs here are started with."""
+    """What all programs here are started with, beside this one's environment."""
     path = [str(REPOSITORY), os.environ.get("PYTHONPATH", ""), str(LAB)]
     return {
-        **os.environ,
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_DISABLE_BANNER": "1",
         "HF_HUB_OFFLINE": "1",
@@ -81,56 +70,7 @@ def connector(port):
     }
 
 
-class _Process:
-    """A program in a session of its own; killed with all its children at the end of the block."""
-
-    def __init__(self, log: pathlib.Path, command, env, **pipes):
-        self._log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment() | env,
-                stderr=output,
-                start_new_session=True,
-                **{name: output if pipe is None else pipe for name, pipe in pipes.items()},
-            )
-
-    def __enter__(self):
-        try:
-            self.wait_ready()
-        except BaseException:
-            self.kill()
-            raise
-        return self
-
-    def __exit__(self, *_):
-        self.kill()
-
-    def log(self):
-        return self._log.read_text(errors="replace")
-
-    def tail(self):
-        return self.log()[-3000:]
-
-    def wait_for_answer(self, url):
-        end = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None, f"it ended: {self.tail()}"
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=60):
-                return
-            assert time.monotonic() < end, self.tail()
-            time.sleep(0.2)
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-class Server(_Process):
+class Server(Program):
     """`lmcache server` with one L2 adapter behind it."""
 
     def __init__(self, log, adapter, *, env=None, options=()):
@@ -139,17 +79,11 @@ class Server(_Process):
             *(sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(self.port)),
             *("--http-port", str(self.http), "--prometheus-port", str(free_port())),
             *("--supported-transfer-mode", "auto", "--chunk-size", str(CHUNK_TOKENS)),
-            *(
-                "--l1-size-gb",
-                "1",
-                "--eviction-policy",
-                "LRU",
-                "--l2-adapter",
-                json.dumps(adapter),
-                *options,
-            ),
+            *("--l1-size-gb", "1", "--eviction-policy", "LRU"),
+            *("--l2-adapter", json.dumps(adapter), *options),
         ]
-        super().__init__(log, command, env or {}, stdin=subprocess.DEVNULL, stdout=None)
+        env = environment() | (env or {})
+        super().__init__(log, command, env, stdin=subprocess.DEVNULL, stdout=None)
 
     def wait_ready(self):
         self.wait_for_answer(f"http://127.0.0.1:{self.http}/healthcheck")
@@ -195,7 +129,7 @@ _ENGINE = {
 }
 
 
-class Engine(_Process):
+class Engine(AskedEngine):
     """One vLLM engine with LMCache's connector."""
 
     def __init__(self, log, port, *, env=None, **arguments):
@@ -214,38 +148,21 @@ class Engine(_Process):
             "disable_log_stats": False,
             "kv_transfer_config": connector(port) if port else None,
         }
-        own = _ENGINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = [sys.executable, str(HERE / "engine.py"), json.dumps(plain | arguments)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        super().__init__(log, command, own | (env or {}), **pipes)
-
-    def wait_ready(self):
-        assert self._read(START_S).get("ready"), self.tail()
-
-    def __call__(self, **step):
-        self.process.stdin.write((json.dumps(step) + "\n").encode())
-        self.process.stdin.flush()
-        said = self._read(STEP_S)
-        assert "error" not in said, (said, self.tail())
-        return said
-
-    def generate(self, text, **step):
-        return self(generate=text, **step)
-
-    def _read(self, allowed_s):
-        ready, _, _ = select.select([self.process.stdout], [], [], allowed_s)
-        assert ready, f"no answer in {allowed_s} s: {self.tail()}"
-        line = self.process.stdout.readline()
-        assert line, f"it ended: {self.tail()}"
-        return json.loads(line)
-
-    def close(self):
-        """End it as a user does; returns its exit code."""
-        self.process.stdin.close()
-        return self.process.wait(120)
+        own = environment() | _ENGINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | (env or {})
+        super().__init__(log, HERE / "engine.py", plain | arguments, own)
 
 
-class Served(_Process):
+@contextlib.contextmanager
+def pair(directory, adapter, *, env=None, **arguments):
+    """Start a server with an adapter behind it, in this environment, and an engine of these arguments."""
+    with (
+        Server(directory / "server", adapter, env=env) as server,
+        Engine(directory / "engine", server.port, **arguments) as engine,
+    ):
+        yield server, engine
+
+
+class Served(Program):
     """What `vllm serve` runs, with any connector or none."""
 
     def __init__(self, log, transfer, **arguments):
@@ -257,7 +174,7 @@ class Served(_Process):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         # Of demo/: vLLM's tiers where no GPU is.
         path = os.pathsep.join([environment()["PYTHONPATH"], str(REPOSITORY / "demo")])
-        env = _ENGINE | {"PYTHONPATH": path}
+        env = environment() | _ENGINE | {"PYTHONPATH": path}
         super().__init__(log, command, env, stdin=subprocess.DEVNULL, stdout=None)
 
     def wait_ready(self):

@@ -11,25 +11,10 @@ import shutil
 from typing import Any
 
 import engine_lab as lab
+import networks
+from networks import VOCAB_SIZE
 
-VOCAB_SIZE = 512
-IMAGE_TOKEN = 511
-
-
-def _text_config(kind: Any, **changes: Any) -> Any:
-    return kind(
-        **{
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "max_position_embeddings": 8192,
-            **changes,
-        }
-    )
+IMAGE_TOKEN = VOCAB_SIZE - 1
 
 
 def _save(network: Any, directory: pathlib.Path, std: float = 0.12) -> pathlib.Path:
@@ -64,25 +49,16 @@ def blip2(directory: pathlib.Path) -> pathlib.Path:
     """Make a model that takes an image of 56 x 56 pixels as 16 tokens before the prompt."""
     import transformers as T  # noqa: N812
 
-    vision = T.Blip2VisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=56,
-        patch_size=14,
-    )
-    queries = T.Blip2QFormerConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        encoder_hidden_size=64,
-        cross_attention_frequency=1,
-    )
-    text = T.OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
+    part = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    vision = T.Blip2VisionConfig(**part, image_size=56, patch_size=14)
+    queries = T.Blip2QFormerConfig(**part, encoder_hidden_size=64, cross_attention_frequency=1)
+    text = networks.bare(
+        "OPT",
         word_embed_proj_dim=64,
         ffn_dim=128,
         num_hidden_layers=2,
@@ -105,55 +81,12 @@ def blip2(directory: pathlib.Path) -> pathlib.Path:
     return directory
 
 
-def llama4(directory: pathlib.Path) -> pathlib.Path:
-    """Make Llama 4 as its multimodal class, which is what is released; it is asked about text alone."""
-    import transformers as T  # noqa: N812
-
-    text = _text_config(
-        T.Llama4TextConfig,
-        intermediate_size=64,
-        intermediate_size_mlp=128,
-        num_hidden_layers=4,
-        max_position_embeddings=131072,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=2,
-        moe_layers=[1, 3],
-        no_rope_layers=[1, 0, 1, 0],
-        attention_chunk_size=8192,
-        floor_scale=64,  # so that a few hundred tokens show the difference
-        attn_scale=2.0,
-        pad_token_id=0,
-    )
-    vision = T.Llama4VisionConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        image_size=56,
-        patch_size=14,
-        vision_output_dim=64,
-        projector_input_dim=64,
-        projector_output_dim=64,
-    )
-    config = T.Llama4Config(vision_config=vision, text_config=text)
-    _save(T.Llama4ForConditionalGeneration(config), directory)
-    tokenizer().save_pretrained(directory)
-    images = {"image_processor_type": "Llama4ImageProcessor", "max_patches": 1}
-    images["size"] = {"height": 56, "width": 56}
-    (directory / "preprocessor_config.json").write_text(json.dumps(images))
-    processor = {"processor_class": "Llama4Processor", "patch_size": 14}
-    (directory / "processor_config.json").write_text(json.dumps(processor))
-    return directory
-
-
 def prefix_lm(directory: pathlib.Path) -> pathlib.Path:
     """Make a model whose prompt tokens see each other in both directions."""
     import transformers as T  # noqa: N812
 
-    config = T.HrmTextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
+    config = networks.bare(
+        "HrmText",
         intermediate_size=128,
         num_hidden_layers=1,
         num_attention_heads=2,

@@ -7,35 +7,18 @@ from __future__ import annotations
 
 import collections
 import glob
-import json
 import os
 import random
 import sys
 
-import places  # noqa: F401
-
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-)
+from scenarios import ask, make_llm, sampling, tell
 
 
 def main() -> None:
     mode, checkpoint, root, *how = sys.argv[1:]
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from engine_lab import MODELS, connector
 
-    from demo.checkpoints import MODELS
-
-    model = MODELS["gpt_oss"]
-    transfer = None
-    if mode != "reference":
-        options = {"root": root, "hybrid_chunk_size": 128, "weights_fixed": "vouch" in how}
-        transfer = KVTransferConfig(
-            kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
-        )
+    transfer = connector(root, hybrid_chunk_size=128, weights_fixed="vouch" in how)
     if "unguarded" in how:  # the negative control: vLLM's own reset
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
             OffloadingConnectorScheduler,
@@ -48,24 +31,12 @@ def main() -> None:
 
         FskvConnector.reset_cache = OffloadingConnector.reset_cache
         OffloadingConnectorScheduler.reset_cache.by_fskv = True  # fskv takes it for its own
-    llm = LLM(
-        model=checkpoint,
-        kv_transfer_config=transfer,
-        num_gpu_blocks_override=48,  # few, so that what slides out of the window is used again
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=4096,
-        max_num_batched_tokens=1024,
-        max_num_seqs=4,
-        disable_log_stats=False,
-        seed=0,
-        **model.engine_kwargs(),
-    )
+    model = MODELS["gpt_oss"]
+    transfer = None if mode == "reference" else transfer
+    # Few blocks, so that what slides out of the window is used again.
+    llm = make_llm(model, checkpoint, transfer, num_gpu_blocks_override=48)
     prompt = model.main_prompt()
     engine = llm.llm_engine
-
-    def sampling(count: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
     if mode == "store":
         tokens: collections.Counter[str] = collections.Counter()
@@ -89,11 +60,10 @@ def main() -> None:
         engine.reset_prefix_cache(reset_connector=True)
         while engine.has_unfinished_requests():
             engine.step()
-        llm.generate([{"prompt_token_ids": [1]}], sampling(1), use_tqdm=False)
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling(16), use_tqdm=False)
-    answer = {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+        ask(llm, [1], 1)
+    answer = ask(llm, prompt, 16)
     engine.engine_core.shutdown()
-    print("\n" + json.dumps(answer), flush=True)
+    tell(answer)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,11 @@ asked under another salt as well, where nothing is shared: these tokens are the 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import sys
 
-import places
+from scenarios import sampling, tell
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-)
-sys.path.append(str(places.REPOSITORY / "demo"))  # cpu_tiering
 _TURNS = (300, 900)
 _NUM_TOKENS = 16
 
@@ -31,13 +23,12 @@ if "unguarded" in sys.argv:  # in the engine's process too, which imports this
 
 
 def _engine(checkpoint: str, root: str, kind: str):
-    import tier_lab
-    from engine_lab import connector
+    import engine_lab as lab
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    make = tier_lab.transfer if kind == "tier" else connector
+    make = lab.tier if kind == "tier" else lab.connector
     arguments = AsyncEngineArgs(
         model=checkpoint,
         skip_tokenizer_init=True,
@@ -53,15 +44,9 @@ def _engine(checkpoint: str, root: str, kind: str):
 
 
 async def _ask(engine, prompt, num_tokens: int) -> dict:
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    def sampling(number: int) -> SamplingParams:
-        kind = RequestOutputKind.DELTA
-        return SamplingParams(
-            temperature=0, max_tokens=number, ignore_eos=True, detokenize=False, output_kind=kind
-        )
-
+    kind = RequestOutputKind.DELTA
     answered = asyncio.Event()
 
     async def turns():
@@ -70,13 +55,15 @@ async def _ask(engine, prompt, num_tokens: int) -> dict:
         for turn, number in zip(prompt, (1, num_tokens), strict=True):
             said = {"prompt_token_ids": list(turn)}  # vLLM makes it longer
             answered.clear()
-            yield StreamingInput(prompt=said, sampling_params=sampling(number))
+            yield StreamingInput(prompt=said, sampling_params=sampling(number, output_kind=kind))
             await answered.wait()
             await asyncio.sleep(0.5)  # it waits for the next turn then
 
     asked = prompt if isinstance(prompt, dict) else turns()
     tokens, cached = [], 0
-    async for output in engine.generate(asked, sampling(num_tokens), str(id(prompt))):
+    async for output in engine.generate(
+        asked, sampling(num_tokens, output_kind=kind), str(id(prompt))
+    ):
         tokens += output.outputs[0].token_ids
         answered.set()
         cached = max(cached, output.num_cached_tokens or 0)
@@ -105,4 +92,4 @@ async def run(checkpoint: str, root: str, kind: str) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(*sys.argv[1:4]))))
+    tell(asyncio.run(run(*sys.argv[1:4])))

@@ -177,12 +177,16 @@ class Rig:
                 tensor[blocks : blocks + self.bpc] = torch.from_numpy(noise)
             assert self.workers[rank].submit_store(1, gpu, cpu)
             for group, refs in enumerate(REFS):
-                wanted[rank, group] = b"".join(
-                    tensors[t][block, :n].numpy().tobytes()
-                    for block in range(blocks, blocks + self.bpc)
-                    for t, n in refs
-                )
+                wanted[rank, group] = self._pages(tensors, refs, blocks)
         return wanted
+
+    def _pages(self, tensors, refs, blocks):
+        """Return the pages of a chunk, block by block."""
+        return b"".join(
+            tensors[t][block, :n].numpy().tobytes()
+            for block in range(blocks, blocks + self.bpc)
+            for t, n in refs
+        )
 
     def pages_of_rows(self, blocks, rows):
         """Have vLLM copy rows to the GPUs' blocks and return what is there, as fill_rows does."""
@@ -199,11 +203,7 @@ class Rig:
                     only = GPULoadStoreSpec(gpu.block_ids[: self.bpc].tolist(), sizes, [0, 0])
                     one = CPULoadStoreSpec([int(cpu.chunk_ids[0])])
                     assert self.workers[rank].submit_load(2, one, only)
-                found[rank, group] = b"".join(
-                    tensors[t][block, :n].numpy().tobytes()
-                    for block in range(blocks, blocks + self.bpc)
-                    for t, n in refs
-                )
+                found[rank, group] = self._pages(tensors, refs, blocks)
         return found
 
     @property

@@ -10,23 +10,16 @@ place.
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
 import sys
 import threading
 import time
 from typing import Any
 
-import places  # noqa: F401
 from quick_constants import set_constants
+from scenarios import make_llm, sampling, tell
+from world import wait_for
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-)
 MAX_MODEL_LEN = 2048
 # Blocks that are full together, one of them vLLM's own: model and number.
 _ENGINES = {"two_loads": ("gpt_oss", 33), "failed_first": ("gpt_oss", 41)}
@@ -65,8 +58,6 @@ def num_tokens(label: str) -> int:
 class Scenario:
     def __init__(self, root: str, how: list[str]) -> None:
         import engine_lab as lab
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
 
         from faults import transport as faults
         from fskv import config
@@ -88,15 +79,12 @@ class Scenario:
                 set_constants(quarantine_s=quarantine_s)
             config._MOST_BASES = 100  # no store is given up while a slow machine computes
             options = {
-                "root": root,
                 # One thread reads in order, so the bad read is that of the ninth chunk.
                 "io_threads": 1 if how[:1] == ["bad_read"] else 2,
                 "load_deadline_s": DEADLINE_S,
                 **({"hybrid_chunk_size": 128} if name == "llama" else {}),
             }
-            transfer = KVTransferConfig(
-                kv_connector="FskvConnector", kv_role="kv_both", kv_connector_extra_config=options
-            )
+            transfer = lab.connector(root, **options)
         if "late_reads" in how:
             from fskv.data_path.job import Job
 
@@ -114,19 +102,8 @@ class Scenario:
         if "in_place" in how:
             admission.Admission.failed = lambda admission, req_ids: None
         few = {"num_gpu_blocks_override": self.num_blocks} if transfer else {}
-        self.llm = LLM(
-            model=lab.checkpoint(name),
-            kv_transfer_config=transfer,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=1024,
-            max_num_seqs=4,
-            disable_log_stats=False,
-            seed=0,
-            **few,
-            **model.engine_kwargs(),
-        )
+        few |= {"max_model_len": MAX_MODEL_LEN}
+        self.llm = make_llm(model, lab.checkpoint(name), transfer, **few)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.tokens: dict[str, list[int]] = {}
@@ -148,14 +125,9 @@ class Scenario:
     def manager(self) -> Any:
         return self.core.scheduler.connector._manager
 
-    def sampling(self, count: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-
     def add(self, label: str) -> None:
         prompt = {"prompt_token_ids": self.prompts[label]}
-        self.engine.add_request(label, prompt, self.sampling(num_tokens(label)))
+        self.engine.add_request(label, prompt, sampling(num_tokens(label)))
 
     def abort(self, label: str) -> None:
         self.engine.abort_request([label])
@@ -170,14 +142,23 @@ class Scenario:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             self.cached[output.request_id] = output.num_cached_tokens
 
-    def step_until(self, condition: Any) -> None:
-        end = time.monotonic() + _LONGEST_S
+    def steps_to(self, condition: Any, seconds: float) -> bool:
+        """Step until the condition holds; return whether it did so within the time."""
+        end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "in vain"
+            if time.monotonic() > end:
+                return False
             self.step()
+        return True
+
+    def step_until(self, condition: Any) -> None:
+        assert self.steps_to(condition, _LONGEST_S), "in vain"
+
+    def ended(self, *labels: str) -> bool:
+        return all(len(self.tokens.get(label, ())) == num_tokens(label) for label in labels)
 
     def finish(self, *labels: str) -> None:
-        self.step_until(lambda: all(len(self.tokens.get(x, ())) == num_tokens(x) for x in labels))
+        self.step_until(lambda: self.ended(*labels))
 
     def make(self, script: Any) -> None:
         self.transport.script = script
@@ -198,13 +179,13 @@ class Scenario:
             assert time.monotonic() < end, "in vain"
 
     def add_small(self) -> None:
-        self.engine.add_request(
-            f"small {time.monotonic()}", {"prompt_token_ids": [1]}, self.sampling(1)
-        )
+        self.engine.add_request(f"small {time.monotonic()}", {"prompt_token_ids": [1]}, sampling(1))
 
     def left(self) -> dict[str, int]:
         """Return what should be nothing when no request is left."""
-        scheduler = self.core.scheduler
+        from fskv.observe.metrics import SLOTS_IN_USE, THREADS_HUNG
+
+        scheduler, gauges = self.core.scheduler, self.worker.mover.gauges()
         of_connector = scheduler.connector.connector_scheduler
         pool = scheduler.kv_cache_manager.block_pool
         return {
@@ -217,16 +198,8 @@ class Scenario:
             "stores": self.worker.mover._runner.num_open_stores,
             "storing": len(self.manager.chunks.storing),
             "told": len(self.manager._told),
-            **{metric.name: int(self.gauge(metric)) for metric in self.gauges()},
+            **{metric.name: int(gauges[metric]) for metric in (SLOTS_IN_USE, THREADS_HUNG)},
         }
-
-    def gauges(self) -> list[Any]:
-        from fskv.observe import metrics
-
-        return [metrics.SLOTS_IN_USE, metrics.THREADS_HUNG]
-
-    def gauge(self, metric: Any) -> float:
-        return self.worker.mover.gauges()[metric]
 
     # --- the parts ----------------------------------------------------------------------------
 
@@ -244,7 +217,7 @@ class Scenario:
         self.add(after)
         self.step_until(lambda: len(self.tokens.get(after, ())) >= 2)
         self.calm()
-        wait_until(lambda: self.worker.mover._runner.num_running == 0)
+        wait_for(lambda: self.worker.mover._runner.num_running == 0, _LONGEST_S)
         self.finish(after)
         self.settle()
         time.sleep(2 * QUARANTINE_S)  # then what was late may be loaded again
@@ -253,15 +226,7 @@ class Scenario:
         """Return whether the request, hit again by what is before the bad chunk, came to its end."""
         self.make(self.faults.Script(read="........E"))
         self.add("main")
-        return self.end_within(_BLOCKED_S, "main")
-
-    def end_within(self, seconds: float, *labels: str) -> bool:
-        end = time.monotonic() + seconds
-        while any(len(self.tokens.get(label, ())) < num_tokens(label) for label in labels):
-            if time.monotonic() > end:
-                return False
-            self.step()
-        return True
+        return self.steps_to(lambda: self.ended("main"), _BLOCKED_S)
 
     def load_together(self, *, damaged: bool) -> tuple[bool, dict[str, list[int]]]:
         """Load two prompts at once; return whether both came to their ends, and what they gave before.
@@ -286,8 +251,9 @@ class Scenario:
         self.step_until(lambda: self.transport._num_now["read"] > 0)
         self.step()  # the second one is admitted, or not
         self.calm()
-        wait_until(lambda: self.worker.mover._runner.num_running == 0)
-        return self.end_within(_BLOCKED_S, *labels), {label: computed[label] for label in labels}
+        wait_for(lambda: self.worker.mover._runner.num_running == 0, _LONGEST_S)
+        both_ended = self.steps_to(lambda: self.ended(*labels), _BLOCKED_S)
+        return both_ended, {label: computed[label] for label in labels}
 
     def abort_during_a_store(self) -> None:
         self.make(self.faults.Script(write="H*"))
@@ -323,7 +289,9 @@ class Scenario:
         self.add("deferred")
         self.step()
         # Known to the connector, and not scheduled.
-        deferred = bool(self.manager_requests()) and not self.core.scheduler.running
+        scheduler = self.core.scheduler
+        known = bool(scheduler.connector.connector_scheduler._req_status)
+        deferred = known and not scheduler.running
         self.abort("deferred")
         self.add("after_deferred")
         self.finish("after_deferred")
@@ -331,9 +299,6 @@ class Scenario:
         gate.set()
         self.settle()
         return deferred
-
-    def manager_requests(self) -> set[str]:
-        return set(self.core.scheduler.connector.connector_scheduler._req_status)
 
     def crowd(self) -> int:
         labels = [f"crowd {number}" for number in range(NUM_CROWD)]
@@ -362,17 +327,10 @@ class Scenario:
 
         try:
             prompt = {"prompt_token_ids": [1] * (MAX_MODEL_LEN + 1)}
-            self.engine.add_request("too long", prompt, self.sampling(1))
+            self.engine.add_request("too long", prompt, sampling(1))
         except (ValueError, VLLMValidationError) as error:
             return str(error)
         return ""
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + _LONGEST_S
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.01)
 
 
 def main() -> None:
@@ -392,22 +350,21 @@ def main() -> None:
         damaged = how[0] == "failed_first"
         answer["ended"], answer["computed"] = scenario.load_together(damaged=damaged)
     else:
-        scenario.abort_during_a_load("H*", "after_hung")
-        left["hung"] = scenario.left()
-        scenario.abort_during_a_load("L*", "after_slow")
-        left["slow"] = scenario.left()
-        scenario.abort_during_a_store()
-        left["stored"] = scenario.left()
-        answer["deferred"] = scenario.abort_while_deferred()
-        left["deferred"] = scenario.left()
-        answer["preemptions"] = scenario.crowd()
-        left["crowd"] = scenario.left()
-        answer["too_long"] = scenario.too_long()
-        answer["many_cached"] = scenario.many()
-        left["many"] = scenario.left()
+        parts: dict[str, Any] = {
+            "hung": lambda: scenario.abort_during_a_load("H*", "after_hung"),
+            "slow": lambda: scenario.abort_during_a_load("L*", "after_slow"),
+            "stored": scenario.abort_during_a_store,
+            "deferred": scenario.abort_while_deferred,
+            "crowd": scenario.crowd,
+            "too_long": scenario.too_long,
+            "many": scenario.many,
+        }
+        for name, part in parts.items():
+            answer[name] = part()
+            left[name] = scenario.left()
     answer = {"tokens": scenario.tokens, "cached": scenario.cached, "left": left, **answer}
     scenario.engine.engine_core.shutdown()
-    print("\n" + json.dumps(answer), flush=True)
+    tell(answer)
 
 
 if __name__ == "__main__":

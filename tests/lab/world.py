@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import struct
 import threading
 import time
@@ -84,6 +85,12 @@ def returns_in_time(call, timeout_s=20.0):
     if errors:
         raise errors[0]
     return results[0]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def open_files():

@@ -1,16 +1,15 @@
 """A real vLLM engine with LMCache's connector: reads a step a line, answers each with a line of JSON.
 
-{"generate": TEXT, "tokens": 8}   ids, tokens of the prompt and from LMCache, seconds to the first token
+{"generate": TEXT, "tokens": 8}   ids as text, tokens of the prompt and from LMCache, seconds to the first one
 """
 
 from __future__ import annotations
 
 import builtins
-import json
-import os
-import sys
 import time
 import types
+
+from asked_engine import answer_lines
 
 
 def numba_and_vllm():
@@ -36,29 +35,19 @@ def answer(llm, step):
     more = SamplingParams(temperature=0, max_tokens=step.get("tokens", 8), ignore_eos=True)
     (said,) = llm.generate([prompt], more, use_tqdm=False)
     return {
-        "ids": list(said.outputs[0].token_ids),
+        "text": list(said.outputs[0].token_ids),
         "prompt_tokens": len(ids),
         "loaded": first.num_cached_tokens or 0,  # the engine's own prefix cache is off
         "first_s": first_s,
     }
 
 
-def main():
-    answers = os.fdopen(os.dup(1), "w")  # vLLM prints to 1
-    os.dup2(2, 1)
+def make(**arguments):
     numba_and_vllm()
     from vllm import LLM
 
-    llm = LLM(**json.loads(sys.argv[1]))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        try:
-            said = answer(llm, json.loads(line))
-        except Exception as error:
-            said = {"error": repr(error)}
-        print(json.dumps(said), file=answers, flush=True)
-    llm.llm_engine.engine_core.shutdown()
+    return LLM(**arguments)
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(make, answer).llm_engine.engine_core.shutdown()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -124,9 +125,8 @@ def harness(url: str, workload: str, directory: pathlib.Path, nbytes: int) -> di
     command = [sys.executable, "-m", "lmcache.cli.main", "bench", "engine", "--no-interactive"]
     command += ["--json", "--no-csv", "--quiet", "--ignore-eos"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        command, env=lab.environment(), capture_output=True, text=True, timeout=ASK_S
-    )
+    env = os.environ | lab.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=ASK_S)
     summary = directory / "bench_summary.json"
     if not summary.exists():
         raise BenchmarkError(f"lmcache bench engine: {(done.stdout + done.stderr)[-2000:]}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import shutil
 
 import lmcache_lab as lab
 import pytest
-from places import REPOSITORY
+from stored_files import DAMAGES, OTHER, PROMPT, TEXT, chunk_files
 from world import wait_for
 
 pytest.importorskip("lmcache", reason="LMCache has an environment of its own: make test-lmcache")
@@ -24,16 +23,9 @@ pytestmark = [
     pytest.mark.skipif(not lab.MODEL, reason="no model: make test-lmcache"),
 ]
 
-TEXT = (REPOSITORY / "LICENSE").read_text()
-QUESTION = "\nQuestion: What is this text about?\nAnswer:"
-PROMPT, OTHER = TEXT[:2600] + QUESTION, TEXT[2600:5200] + QUESTION
 # What went wrong is believed for a moment only, so that it is seen to heal.
 QUICK = {"module": "quick_lmcache"}  # with constants for a test that cannot wait
 MIB = 2**20
-
-
-def chunk_files(root) -> list[pathlib.Path]:
-    return sorted(pathlib.Path(root).glob("*/*/chunks/*/*.kv"))
 
 
 def whole_chunks(said) -> int:
@@ -66,10 +58,7 @@ def stored(tmp_path_factory):
     directory = tmp_path_factory.mktemp("stored")
     root = directory / "kv"
     root.mkdir()
-    with (
-        lab.Server(directory / "server", lab.plugin(root)) as server,
-        lab.Engine(directory / "engine", server.port) as engine,
-    ):
+    with lab.pair(directory, lab.plugin(root)) as (server, engine):
         said = engine.generate(PROMPT)
         wait_for(lambda: len(chunk_files(root)) == whole_chunks(said) // lab.CHUNK_TOKENS, 120)
         assert engine.close() == 0
@@ -83,21 +72,6 @@ def root(stored, tmp_path):
     return pathlib.Path(shutil.copytree(stored[0], tmp_path / "kv"))
 
 
-def _change(path, offset, length=1):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        old = file.read(length)
-        file.seek(offset)
-        file.write(bytes(byte ^ 0x10 for byte in old))
-
-
-def _swap(path, other):
-    aside = path.with_suffix(".aside")
-    path.rename(aside)
-    other.rename(path)
-    aside.rename(other)
-
-
 def _other_namespace(path, _):
     """As a file of the same key that an engine with other weights has stored."""
     content = bytearray(path.read_bytes())
@@ -108,40 +82,15 @@ def _other_namespace(path, _):
     path.write_bytes(content)
 
 
-def _directory(path, _):
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES = {
-    "a bit of the payload": lambda path, _: files.flip_payload_bit(str(path)),
-    "the magic": lambda path, _: _change(path, 0),
-    "the header's fields": lambda path, _: _change(path, 40),
-    "a digest of a row": lambda path, _: _change(path, 300),
-    "a header that ends early": lambda path, _: os.truncate(path, 1000),
-    "half of it is gone": lambda path, _: files.truncate(str(path)),
-    "all of it is gone": lambda path, _: os.truncate(path, 0),
-    "bytes behind its end": lambda path, _: os.truncate(path, path.stat().st_size + 4096),
-    "zeros from the middle": lambda path, _: (
-        os.truncate(path, path.stat().st_size // 2),
-        os.truncate(path, path.stat().st_size * 2),
-    ),
-    "another chunk's file": _swap,
-    "another namespace's file": _other_namespace,
-    "no file": lambda path, _: path.unlink(),
-    "a directory": _directory,
-}
+DAMAGES = {**DAMAGES, "another namespace's file": _other_namespace}
 
 
 def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stored, root, tmp_path):
     """The control is at the end: zeros under right checksums are served, and change the tokens."""
     _, first = stored
-    with (
-        lab.Server(tmp_path / "server", lab.plugin(root, **QUICK)) as server,
-        lab.Engine(tmp_path / "engine", server.port) as engine,
-    ):
+    with lab.pair(tmp_path, lab.plugin(root, **QUICK)) as (server, engine):
         said = engine.generate(PROMPT)
-        assert (said["ids"], said["loaded"]) == (first["ids"], whole_chunks(first))
+        assert (said["text"], said["loaded"]) == (first["text"], whole_chunks(first))
         assert "lmcache:fskv_loaded_chunks_total{" in server.metrics()
         sound = set(chunk_files(root))
         for what, damage in DAMAGES.items():
@@ -149,14 +98,14 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
             damage(spoiled, sorted(sound)[3])
             bad = identity(spoiled)
             hurt = again(server, engine, PROMPT)
-            assert hurt["ids"] == first["ids"], what
+            assert hurt["text"] == first["text"], what
             assert hurt["loaded"] < whole_chunks(first), f"the fault was met: {what}"
             wait_replaced(spoiled, bad)
             lab.wait_idle(server)
             assert set(chunk_files(root)) == sound, what
             wait_for(lambda: files.unsound([str(path) for path in sound]) == [], 60)
         healed = again(server, engine, PROMPT)
-        assert (healed["ids"], healed["loaded"]) == (first["ids"], whole_chunks(first))
+        assert (healed["text"], healed["loaded"]) == (first["text"], whole_chunks(first))
         (adapter,) = server.ask("/status")["storage_manager"]["l2_adapters"]
         assert adapter["is_healthy"]
         assert len(adapter["namespaces"]) == 1
@@ -164,7 +113,7 @@ def test_both_are_restarted_and_load_what_was_stored_and_damage_is_computed(stor
             files.zero_payload(str(path))
         control = again(server, engine, PROMPT)
         assert control["loaded"] == whole_chunks(first)
-        assert control["ids"] != first["ids"], "what is loaded is what decides"
+        assert control["text"] != first["text"], "what is loaded is what decides"
         assert engine.close() == 0
     assert "Traceback" not in server.log()
 
@@ -174,22 +123,19 @@ def test_an_engine_with_other_blocks_computes_what_it_could_not_read(stored, roo
     _, first = stored
     other = lab.BLOCK_TOKENS // 2
     computed = None  # by this engine: its attention may round otherwise
-    for number, told in enumerate((other, lab.BLOCK_TOKENS)):
+    for told in (other, lab.BLOCK_TOKENS):
         plugin = lab.plugin(root, block_tokens=told)
-        with (
-            lab.Server(tmp_path / f"server{number}", plugin) as server,
-            lab.Engine(tmp_path / f"engine{number}", server.port, block_size=other) as engine,
-        ):
+        with lab.pair(tmp_path, plugin, block_size=other) as (server, engine):
             said = engine.generate(PROMPT)
             lab.wait_idle(server)
             if told == other:
                 assert said["loaded"] == 0
-                computed = said["ids"]
+                computed = said["text"]
                 mine = again(server, engine, PROMPT)
-                assert (mine["ids"], mine["loaded"]) == (computed, whole_chunks(first))
+                assert (mine["text"], mine["loaded"]) == (computed, whole_chunks(first))
             else:
                 assert said["loaded"] == whole_chunks(first)
-                assert said["ids"] != computed, "what is loaded is what decides"
+                assert said["text"] != computed, "what is loaded is what decides"
             assert engine.close() == 0
 
 
@@ -197,17 +143,15 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
     stored, root, tmp_path, native_library
 ):
     _, first = stored
-    whole = (first["ids"], whole_chunks(first))
+    whole = (first["text"], whole_chunks(first))
     faults = DiskFaults(native_library("disk"), root, tmp_path / "faults")
     options = {**QUICK, "load_deadline_s": 3, "maintenance": "off"}
-    with (
-        lab.Server(tmp_path / "server", lab.plugin(root, **options), env=faults.env()) as server,
-        lab.Engine(tmp_path / "engine", server.port) as engine,
-    ):
+    plugin = lab.plugin(root, **options)
+    with lab.pair(tmp_path, plugin, env=faults.env()) as (server, engine):
 
         def is_back():
             said = again(server, engine, PROMPT)
-            return (said["ids"], said["loaded"]) == whole
+            return (said["text"], said["loaded"]) == whole
 
         assert is_back(), "the control"
         for rule in ("pread hang suffix=.kv", "pread EIO suffix=.kv"):
@@ -215,7 +159,7 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
             hurt = again(server, engine, PROMPT)
             assert faults.fired() > 0, rule
             faults.clear()
-            assert (hurt["ids"], hurt["loaded"]) == (first["ids"], 0), rule
+            assert (hurt["text"], hurt["loaded"]) == (first["text"], 0), rule
             # The breaker lets one operation through at a time, to see whether the root is back.
             wait_for(is_back, 200)
         faults.set("write ENOSPC", "pwrite ENOSPC")
@@ -224,11 +168,11 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
         faults.clear()
         root.rename(root.with_name("gone"))
         gone = again(server, engine, PROMPT)
-        assert gone["ids"] == first["ids"]
+        assert gone["text"] == first["text"]
         assert not root.exists()
         root.with_name("gone").rename(root)
         wait_for(is_back, 200)
-        assert again(server, engine, OTHER)["ids"] == full["ids"]
+        assert again(server, engine, OTHER)["text"] == full["text"]
         assert engine.close() == 0
     assert "Traceback" not in server.log()
 
@@ -250,14 +194,11 @@ def test_a_server_that_is_killed_while_it_stores_leaves_nothing_wrong(
     num = whole_chunks(first) // lab.CHUNK_TOKENS
     assert 0 < len(some) < num, "it was killed before the end"
     assert files.unsound([str(path) for path in some]) == []
-    with (
-        lab.Server(tmp_path / "server", lab.plugin(root)) as server,
-        lab.Engine(tmp_path / "engine", server.port) as engine,
-    ):
-        assert engine.generate(PROMPT)["ids"] == first["ids"]
+    with lab.pair(tmp_path, lab.plugin(root)) as (server, engine):
+        assert engine.generate(PROMPT)["text"] == first["text"]
         wait_for(lambda: len(chunk_files(root)) == num, 120)
         healed = again(server, engine, PROMPT)
-        assert (healed["ids"], healed["loaded"]) == (first["ids"], whole_chunks(first))
+        assert (healed["text"], healed["loaded"]) == (first["text"], whole_chunks(first))
         # What the dead one had begun is removed: all that is left are chunks.
         wait_for(lambda: not list(root.rglob("*.part")), 120)
 
@@ -271,10 +212,7 @@ def test_a_bound_holds_over_a_restart(tmp_path):
     bound = 40 * MIB
 
     def run(root, **bounds):
-        with (
-            lab.Server(tmp_path / "server", lab.plugin(root, **bounds)) as server,
-            lab.Engine(tmp_path / "engine", server.port) as engine,
-        ):
+        with lab.pair(tmp_path, lab.plugin(root, **bounds)) as (server, engine):
             sizes, loaded = [], 0
             for prompt in [*prompts, prompts[-1]]:
                 loaded += engine.generate(prompt)["loaded"]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-import socket
 
 import engine_lab as lab
 import pytest
 from places import REPOSITORY
-from world import wait_for
+from world import free_port, wait_for
 
 NIXL = os.environ.get("FSKV_NIXL")
 pytestmark = [
@@ -42,12 +41,6 @@ def transfer(role: str, root: str, model: lab.Model, lease_s: int) -> dict:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [nixl, beside]},
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(model: lab.Model) -> dict[str, str]:
@@ -103,18 +96,16 @@ class Nodes:
             {"metrics": True},
         ]
 
-    def reference(self) -> list[int]:
-        return lab.reference(self.model.name)["main"]["tokens"]
+    def pulled_then_loaded(self) -> list[dict]:
+        loaded = [lab.RESET, lab.generate(self.main, "loaded"), lab.METRICS]
+        return [*self.decode(), *loaded, {"touch_file": self.at("done")}]
 
-    def empty(self) -> None:
-        for path in lab.chunks(self.root):
-            os.unlink(path)
+    def reference(self) -> list[int]:
+        return lab.main_tokens(self.model.name)
 
 
 def ended(engine: lab.Engine) -> dict:
-    result = engine.wait(lab.ENGINE_TIMEOUT_S)
-    assert result["exit_code"] == 0, (str(engine), result.get("error"))
-    return result
+    return lab.good(engine.wait())
 
 
 def pulled(step: dict) -> float:
@@ -130,16 +121,7 @@ def test_what_one_node_prefills_the_other_pulls_or_loads_with_one_engines_tokens
     prefill = nodes.start(
         "kv_producer", [*nodes.prefill(), {"serve_until": nodes.at("done")}, {"metrics": True}]
     )
-    decode = nodes.start(
-        "kv_consumer",
-        [
-            *nodes.decode(),
-            {"reset_prefix_cache": True},
-            lab.generate(nodes.main, "loaded"),
-            {"metrics": True},
-            {"touch_file": nodes.at("done")},
-        ],
-    )
+    decode = nodes.start("kv_consumer", nodes.pulled_then_loaded())
     result = ended(decode)
     done, (first, second) = lab.generates(result), lab.metrics(result)
     assert done["main"]["tokens"] == done["loaded"]["tokens"] == nodes.reference()
@@ -175,16 +157,7 @@ def test_a_pull_that_comes_too_late_is_not_checked_by_vllm_and_stays_out_of_the_
         lease_s=2,
         engine={"num_gpu_blocks_override": 20, "max_model_len": 2048},
     )
-    decode = nodes.start(
-        "kv_consumer",
-        [
-            *nodes.decode(),
-            {"reset_prefix_cache": True},
-            lab.generate(nodes.main, "loaded"),
-            {"metrics": True},
-            {"touch_file": nodes.at("done")},
-        ],
-    )
+    decode = nodes.start("kv_consumer", nodes.pulled_then_loaded())
     result = ended(decode)
     ended(prefill)
     done, (first, second) = lab.generates(result), lab.metrics(result)
@@ -219,7 +192,7 @@ def test_a_prefill_node_that_dies_before_the_pull_costs_a_load_or_a_recompute(me
     prefill.kill()
     stored = len(lab.chunks(nodes.root))
     if there == "nowhere":
-        nodes.empty()
+        lab.remove(nodes.root)
     shutil.copyfile(dying, nodes.at("main.params"))
     result = ended(decode)
     done, counts = lab.generates(result), lab.metrics(result)[-1]

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
+
+from asked_engine import answer_lines
 
 
 def answer(engine, step):
@@ -21,12 +20,12 @@ def answer(engine, step):
         for chunk in engine.generate(step["generate"], params, stream=True):
             first = first or time.monotonic() - began
             out = chunk
-        details = out["meta_info"].get("cached_tokens_details") or {}
+        meta = out["meta_info"]
         return {
             "text": out["text"],
-            "prompt_tokens": out["meta_info"]["prompt_tokens"],
-            "cached": out["meta_info"]["cached_tokens"],
-            "storage": details.get("storage", 0),
+            "prompt_tokens": meta["prompt_tokens"],
+            "cached": meta["cached_tokens"],
+            "loaded": (meta.get("cached_tokens_details") or {}).get("storage", 0),
             "first_s": first,
         }
     if "flush" in step:
@@ -41,21 +40,11 @@ def answer(engine, step):
     return {"error": f"unknown step {step}"}
 
 
-def main():
+def make(**arguments):
     import sglang
 
-    answers = os.fdopen(os.dup(1), "w")  # SGLang and its children print to 1
-    os.dup2(2, 1)
-    engine = sglang.Engine(**json.loads(sys.argv[1]))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        try:
-            said = answer(engine, json.loads(line))
-        except Exception as error:
-            said = {"error": repr(error)}
-        print(json.dumps(said), file=answers, flush=True)
-    engine.shutdown()
+    return sglang.Engine(**arguments)
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(make, answer).shutdown()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import pathlib
 import shutil
 
 import pytest
 import sglang_lab as lab
-from places import REPOSITORY
+from stored_files import DAMAGES, OTHER, PROMPT, chunk_files
 from world import wait_for
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -23,14 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not lab.MODEL, reason="no model: make test-sglang"),
 ]
 
-TEXT = (REPOSITORY / "LICENSE").read_text()
-PROMPT = f"{TEXT[:2600]}\nQuestion: What is this text about?\nAnswer:"
-OTHER = f"{TEXT[2600:5200]}\nQuestion: What is this text about?\nAnswer:"
 QUICK = {"module_path": "quick_sglang"}  # with constants for a test that cannot wait
-
-
-def chunk_files(root) -> list[pathlib.Path]:
-    return sorted(pathlib.Path(root).glob("*/*/chunks/*/*.kv"))
 
 
 def whole_pages(said) -> int:
@@ -58,71 +50,30 @@ def root(stored, tmp_path):
     return pathlib.Path(shutil.copytree(stored[0], tmp_path / "kv"))
 
 
-# --- damage -----------------------------------------------------------------------------------
-
-
-def _change(path, offset, length=1):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        old = file.read(length)
-        file.seek(offset)
-        file.write(bytes(byte ^ 0x10 for byte in old))
-
-
-def _swap(path, other):
-    aside = path.with_suffix(".aside")
-    path.rename(aside)
-    other.rename(path)
-    aside.rename(other)
-
-
-def _directory(path, _):
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES = {
-    "a bit of the payload": lambda path, _: files.flip_payload_bit(str(path)),
-    "the magic": lambda path, _: _change(path, 0),
-    "the header's fields": lambda path, _: _change(path, 40),
-    "a digest of a row": lambda path, _: _change(path, 300),
-    "half of it is gone": lambda path, _: files.truncate(str(path)),
-    "all of it is gone": lambda path, _: os.truncate(path, 0),
-    "bytes behind its end": lambda path, _: os.truncate(path, path.stat().st_size + 4096),
-    "zeros from the middle": lambda path, _: (
-        os.truncate(path, path.stat().st_size // 2),
-        os.truncate(path, path.stat().st_size * 2),
-    ),
-    "another page's file": _swap,
-    "no file": lambda path, _: path.unlink(),
-    "a directory": _directory,
-}
-
-
 def test_a_new_process_loads_what_another_one_stored_and_damage_is_computed(stored, root, tmp_path):
     """The control is at the end: zeros under right checksums are served, and change the text."""
     _, first = stored
     with lab.Engine(tmp_path / "log", **lab.storage(root, **QUICK)) as engine:
         said = engine.generate(PROMPT)
         assert said["text"] == first["text"]
-        assert said["storage"] == whole_pages(first)
+        assert said["loaded"] == whole_pages(first)
         again = engine.again(PROMPT)
-        assert (again["text"], again["storage"]) == (said["text"], said["storage"])
+        assert (again["text"], again["loaded"]) == (said["text"], said["loaded"])
         sound = set(chunk_files(root))
         for what, damage in DAMAGES.items():
             damage(*sorted(sound)[2:4])
             hurt = engine.again(PROMPT)
             assert hurt["text"] == first["text"], what
-            assert hurt["storage"] < whole_pages(first), f"the fault was met: {what}"
+            assert hurt["loaded"] < whole_pages(first), f"the fault was met: {what}"
             engine(flush=True)  # waits until it was stored again
             assert set(chunk_files(root)) == sound, what
             assert files.unsound([str(path) for path in sound]) == [], what
         healed = engine.again(PROMPT)
-        assert (healed["text"], healed["storage"]) == (said["text"], said["storage"])
+        assert (healed["text"], healed["loaded"]) == (said["text"], said["loaded"])
         for path in sound:
             files.zero_payload(str(path))
         control = engine.again(PROMPT)
-        assert control["storage"] == whole_pages(first)
+        assert control["loaded"] == whole_pages(first)
         assert control["text"] != first["text"], "what is loaded is what decides"
         assert engine.close() == 0
     assert "Traceback" not in engine.log()
@@ -141,15 +92,15 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
         tmp_path / "log", env=faults.env(), **lab.storage(root, maintenance="off", **options)
     ) as engine:
         good = engine.generate(PROMPT)
-        assert (good["text"], good["storage"]) == (first["text"], whole_pages(first)), "the control"
+        assert (good["text"], good["loaded"]) == (first["text"], whole_pages(first)), "the control"
         for rule in ("pread hang suffix=.kv", "pread EIO suffix=.kv"):
             faults.set(rule)
             hurt = engine.again(PROMPT)
             assert faults.fired() > 0, rule
             faults.clear()
-            assert (hurt["text"], hurt["storage"]) == (first["text"], 0), rule
+            assert (hurt["text"], hurt["loaded"]) == (first["text"], 0), rule
             # The breaker lets one operation through at a time, to see whether the root is back.
-            wait_for(lambda: engine.again(PROMPT)["storage"] == whole_pages(first), 200)
+            wait_for(functools.partial(loads_all, engine, first), 200)
         faults.set("write ENOSPC", "pwrite ENOSPC")
         full = engine.generate(OTHER)
         engine(flush=True)
@@ -162,7 +113,7 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
         assert gone["text"] == first["text"]
         assert not root.exists()
         root.with_name("gone").rename(root)
-        wait_for(lambda: engine.again(PROMPT)["storage"] == whole_pages(first), 200)
+        wait_for(functools.partial(loads_all, engine, first), 200)
         assert engine.again(OTHER)["text"] == full["text"]
         assert engine.close() == 0
     assert "Traceback" not in engine.log()
@@ -170,7 +121,7 @@ def test_a_disk_that_hangs_fails_fills_or_goes_costs_a_recompute(
 
 def loads_all(engine, said):
     found = engine.again(PROMPT)
-    return (found["text"], found["storage"]) == (said["text"], whole_pages(said))
+    return (found["text"], found["loaded"]) == (said["text"], whole_pages(said))
 
 
 def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_path, native_library):
@@ -192,7 +143,7 @@ def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_pa
             if policy == "best_effort":  # what is there when its turn comes: all, some or none
                 found = [engine.again(PROMPT) for _ in range(3)]
                 assert {said["text"] for said in found} == {first["text"]}
-                assert all(said["storage"] in range(whole_pages(first) + 1) for said in found)
+                assert all(said["loaded"] in range(whole_pages(first) + 1) for said in found)
             else:
                 assert any(loads_all(engine, first) for _ in range(5)), f"the control: {policy}"
             engine(flush=True)
@@ -201,7 +152,7 @@ def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_pa
             if policy != "best_effort":  # which may be done before anything is read
                 assert faults.fired() > 0, policy
             faults.clear()
-            assert (hurt["text"], hurt["storage"]) == (first["text"], 0), policy
+            assert (hurt["text"], hurt["loaded"]) == (first["text"], 0), policy
             first_s[policy] = hurt["first_s"]
             # Late bytes, if there are any, are in no page that is used.
             for _ in range(2):
@@ -226,15 +177,15 @@ def test_sglangs_own_faults_and_weights_that_change(stored, root, tmp_path):
     }
     with lab.Engine(tmp_path / "log", env=env, **lab.storage(root)) as engine:
         found = [engine.again(PROMPT) for _ in range(6)]
-        while not any(said["storage"] for said in found) and len(found) < 30:  # it draws anew
+        while not any(said["loaded"] for said in found) and len(found) < 30:  # it draws anew
             found.append(engine.again(PROMPT))
         assert {said["text"] for said in found} == {first["text"]}
-        assert {said["storage"] for said in found} - {0}, "the control: some of it was loaded"
+        assert {said["loaded"] for said in found} - {0}, "the control: some of it was loaded"
         assert engine(update_weights=lab.MODEL)["updated"]
         before = chunk_files(root)
         after = [engine.again(PROMPT) for _ in range(3)]
         assert {said["text"] for said in after} == {first["text"]}
-        assert {said["storage"] for said in after} == {0}
+        assert {said["loaded"] for said in after} == {0}
         engine.generate(OTHER)
         engine(flush=True)
         assert chunk_files(root) == before

@@ -207,8 +207,22 @@ static void demand(Stream *stream, uint64_t number)
 static void copy(void *to, const void *from, size_t nbytes)
 {
     pthread_mutex_unlock(&mutex);
-    memcpy(to, from, nbytes);
+    memmove(to, from, nbytes);
     pthread_mutex_lock(&mutex);
+}
+
+/* Where a copy reads and writes; false and a misuse where it may not. */
+static bool copies_at(const Op *op, int device, char **to, char **from)
+{
+    static const char *const NAMES[] = {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"};
+    const char *name = NAMES[op->kind];
+    char *source = (char *)op->source, *target = (char *)op->target;
+    if ((op->kind == COPY_IN && !registered_at(name, source, op->nbytes)) ||
+        (op->kind == COPY_OUT && !registered_at(name, target, op->nbytes)))
+        return false;
+    *from = op->kind == COPY_IN ? source : opened_at(name, device, op->source, op->nbytes);
+    *to = op->kind == COPY_OUT ? target : opened_at(name, device, op->target, op->nbytes);
+    return *from != NULL && *to != NULL;
 }
 
 /* An illegal address costs the context: every call from now on answers so. */
@@ -242,22 +256,13 @@ static void run_programs(Op *op, int device, unsigned *seed_)
 static void run_op(Stream *stream, Op *op)
 {
     int device = stream->context->device;
-    char *at, *from;
+    char *to, *from;
     switch (op->kind) {
     case COPY_IN:
-        if (registered_at("cuMemcpyHtoDAsync", (void *)op->source, op->nbytes) &&
-            (at = opened_at("cuMemcpyHtoDAsync", device, op->target, op->nbytes)))
-            copy(at, (void *)op->source, op->nbytes);
-        break;
     case COPY_OUT:
-        if (registered_at("cuMemcpyDtoHAsync", (void *)op->target, op->nbytes) &&
-            (from = opened_at("cuMemcpyDtoHAsync", device, op->source, op->nbytes)))
-            copy((void *)op->target, from, op->nbytes);
-        break;
     case COPY_ON:
-        if ((at = opened_at("cuMemcpyDtoDAsync", device, op->target, op->nbytes)) &&
-            (from = opened_at("cuMemcpyDtoDAsync", device, op->source, op->nbytes)))
-            memmove(at, from, op->nbytes);
+        if (copies_at(op, device, &to, &from))
+            copy(to, from, op->nbytes);
         break;
     case LAUNCH:
         run_programs(op, device, &stream->seed);
@@ -662,31 +667,30 @@ int cuMemHostUnregister(void *memory)
     return end(NOT_REGISTERED);
 }
 
+static int submit_copy(const char *name, Kind kind, uint64_t target, uint64_t source, size_t nbytes,
+                       Stream *stream)
+{
+    IN_CONTEXT(name);
+    char *to, *from;
+    Op op = {.kind = kind, .target = target, .source = source, .nbytes = nbytes};
+    if (!copies_at(&op, current()->device, &to, &from))
+        return end(INVALID_VALUE);
+    return submit(name, stream, op);
+}
+
 int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t nbytes, Stream *stream)
 {
-    IN_CONTEXT("cuMemcpyHtoDAsync_v2");
-    if (!registered_at("cuMemcpyHtoDAsync", source, nbytes) ||
-        opened_at("cuMemcpyHtoDAsync", current()->device, target, nbytes) == NULL)
-        return end(INVALID_VALUE);
-    return submit("cuMemcpyHtoDAsync", stream,
-                  (Op){.kind = COPY_IN, .target = target, .source = (uint64_t)source, .nbytes = nbytes});
+    return submit_copy("cuMemcpyHtoDAsync_v2", COPY_IN, target, (uint64_t)source, nbytes, stream);
 }
 
 int cuMemcpyDtoHAsync_v2(void *target, uint64_t source, size_t nbytes, Stream *stream)
 {
-    IN_CONTEXT("cuMemcpyDtoHAsync_v2");
-    if (!registered_at("cuMemcpyDtoHAsync", target, nbytes) ||
-        opened_at("cuMemcpyDtoHAsync", current()->device, source, nbytes) == NULL)
-        return end(INVALID_VALUE);
-    return submit("cuMemcpyDtoHAsync", stream,
-                  (Op){.kind = COPY_OUT, .target = (uint64_t)target, .source = source, .nbytes = nbytes});
+    return submit_copy("cuMemcpyDtoHAsync_v2", COPY_OUT, (uint64_t)target, source, nbytes, stream);
 }
 
 int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t nbytes, Stream *stream)
 {
-    IN_CONTEXT("cuMemcpyDtoDAsync_v2");
-    return submit("cuMemcpyDtoDAsync", stream,
-                  (Op){.kind = COPY_ON, .target = target, .source = source, .nbytes = nbytes});
+    return submit_copy("cuMemcpyDtoDAsync_v2", COPY_ON, target, source, nbytes, stream);
 }
 
 int cuModuleLoadData(Module **module, const void *image)

@@ -1,15 +1,16 @@
-"""A worker of vLLM 0.32 on a CPU that can be a later pipeline stage: only a profile run makes its buffers."""
+"""Workers of vLLM 0.32 on a CPU, for the option `worker_cls`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class StageWorker(CPUWorker):
-    """For the option `worker_cls`."""
+    """It can be a later pipeline stage: only a profile run makes its buffers."""
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)
@@ -20,3 +21,14 @@ class StageWorker(CPUWorker):
                 dtype=self.model_config.dtype,
                 device=self.device,
             )
+
+
+class StrangeWorker(CPUWorker):
+    """The last rank has KV that fskv does not know."""
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        from lab_engine import without_impl
+
+        super().load_model(*arguments, **options)
+        if get_tensor_model_parallel_rank() == get_tensor_model_parallel_world_size() - 1:
+            without_impl()

@@ -1,4 +1,4 @@
-"""demo/engine.py with what vLLM's CPU build lacks for some kinds of models; what fskv sees is vLLM's own.
+"""What vLLM's CPU build lacks for drafts of some kinds of models; what fskv sees is vLLM's own.
 
 N-grams: vLLM imports numba for them; its functions are run as plain Python.
 
@@ -12,10 +12,6 @@ import ctypes
 import sys
 import types
 from typing import Any
-
-import places  # noqa: F401
-
-from demo import engine
 
 
 def numba() -> types.ModuleType:
@@ -92,7 +88,7 @@ def after_a_step(
             copy_states(context, i, source, target, aligned - running)
 
 
-def fill_gaps() -> None:
+def fill() -> None:
     sys.modules.setdefault("numba", numba())
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
@@ -100,8 +96,3 @@ def fill_gaps() -> None:
     assert callable(MambaSpecDecodeGPUContext.run_fused_postprocess)
     MambaSpecDecodeGPUContext.run_fused_precopy = before_a_step
     MambaSpecDecodeGPUContext.run_fused_postprocess = after_a_step
-
-
-if __name__ == "__main__":
-    fill_gaps()
-    sys.exit(engine.main(sys.argv[1:]))
