@@ -65,7 +65,7 @@ ENGINE_MODULES = (
 )
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 20
-_START_S = 180.0
+_START_S = 500.0  # of the imports, on a busy machine; a nursery that ends is noticed at once
 
 
 class Process:
