@@ -74,7 +74,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 
 METRIC_WORDS = ("kv_offload", "external_prefix", "fskv", "spec_decode")
 POLL_S = 0.05
-AGAIN_S = 10.0  # stores that hang are waited for in vain
+AGAIN_S, PAUSE_S = 10.0, 0.25  # stores that hang are waited for in vain
 
 
 # (paths of request and result, environment, path of the log) -> the process, which leads a session of its own
@@ -226,7 +226,7 @@ class Child:
             done = self._generate(prompt, max_tokens)
             end = time.monotonic() + AGAIN_S
             while self._is_above_zero(step.get("again_while")) and time.monotonic() < end:
-                time.sleep(POLL_S)
+                time.sleep(PAUSE_S)
                 done = self._generate(prompt, max_tokens)
             if self.flush:
                 self._generate([1], 1)
