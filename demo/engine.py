@@ -19,6 +19,7 @@ Request:
                         default: when kv_transfer_config is given
     steps               list, each one of
         {"prompt_token_ids": [...], "max_tokens": 16, "label": "cold"}   (greedy)
+        {..., "again_while": metric}        again and again while that is not 0, AGAIN_S at most
         {"reset_prefix_cache": true}        the engine's own cache, not the connector's...
         {"reset_prefix_cache": true, "connector": true}     ...and that too
         {"metrics": true}
@@ -73,6 +74,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 
 METRIC_WORDS = ("kv_offload", "external_prefix", "fskv", "spec_decode")
 POLL_S = 0.05
+AGAIN_S, PAUSE_S = 10.0, 0.25  # stores that hang are waited for in vain
 
 
 # (paths of request and result, environment, path of the log) -> the process, which leads a session of its own
@@ -158,10 +160,15 @@ class RunningEngine:
         self._process.wait()
 
 
-# Stores go on after their request: a moment, then a step in which the scheduler hears how they ended.
+# Stores go on after their request: a moment, then steps until the scheduler has heard how they ended.
 SETTLE: list[dict[str, Any]] = [
     {"sleep": 0.5},
-    {"prompt_token_ids": [2], "max_tokens": 1, "label": "settle"},
+    {
+        "prompt_token_ids": [2],
+        "max_tokens": 1,
+        "label": "settle",
+        "again_while": "fskv_store_queue_chunks",
+    },
 ]
 
 
@@ -215,7 +222,12 @@ class Child:
 
     def _do(self, step: dict[str, Any]) -> dict[str, Any]:
         if "prompt_token_ids" in step:
-            done = self._generate(step["prompt_token_ids"], step.get("max_tokens", 16))
+            prompt, max_tokens = step["prompt_token_ids"], step.get("max_tokens", 16)
+            done = self._generate(prompt, max_tokens)
+            end = time.monotonic() + AGAIN_S
+            while self._is_above_zero(step.get("again_while")) and time.monotonic() < end:
+                time.sleep(PAUSE_S)
+                done = self._generate(prompt, max_tokens)
             if self.flush:
                 self._generate([1], 1)
             return {"step": "generate", "label": step.get("label", ""), **done}
@@ -238,6 +250,13 @@ class Child:
             _wait_for_file(step["wait_for_file"], step.get("timeout_s", 60.0))
             return {"step": "wait_for_file"}
         raise ValueError(f"unknown step: {sorted(step)}")
+
+    def _is_above_zero(self, metric: str | None) -> bool:
+        return metric is not None and any(
+            found.get("value", 0) > 0
+            for found in _read_metrics(self.llm)
+            if found["name"].endswith(metric)
+        )
 
     def _generate(self, prompt_token_ids: list[int], max_tokens: int) -> dict[str, Any]:
         from vllm import SamplingParams

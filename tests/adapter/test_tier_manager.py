@@ -7,6 +7,8 @@ tier_rig.py. What a request would be told is what vLLM's prefix lookup says.
 from __future__ import annotations
 
 import inspect
+import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -60,11 +62,18 @@ def prefix(manager, keys, request):
     )
 
 
-def ask(manager, keys, request, *, steps):
+def window(manager, keys, request):
+    """vLLM's _sliding_window_lookup, of a window of one chunk."""
+    return vllm_scheduler.OffloadingConnectorScheduler._sliding_window_lookup(
+        SimpleNamespace(manager=manager), keys, 1, request
+    )
+
+
+def ask(manager, keys, request, *, steps, scan=prefix):
     """Ask in every step until there is an answer; return it, or None if there was none by then."""
     (tier,) = manager.secondary_tiers
     for _ in range(steps):
-        found = prefix(manager, keys, request)
+        found = scan(manager, keys, request)
         manager.on_schedule_end(STEP)
         manager.get_stats()
         if found is not None:
@@ -113,6 +122,44 @@ def test_a_slow_mount_is_waited_for(make_rig, monkeypatch, tokens_per_block):
             rig.tier.on_schedule_end(STEP)
             time.sleep(0.005)
     assert (LookupResult.MISS not in answers) is (tokens_per_block > 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("scan", [prefix, window])
+def test_what_vllm_may_not_need_is_not_loaded_before_that_is_known(
+    make_rig, monkeypatch, scan, there
+):
+    """Of a window vLLM needs the last chunk that is there, of a prefix none behind a gap."""
+    keys, _ = store(make_rig(), [1, 2])
+    rig = make_rig(lookup_timeout_s=60)
+    first, other = keys if scan is prefix else reversed(keys)  # as vLLM asks
+    assert rig.lookup(other) is LookupResult.HIT
+    if not there:
+        os.unlink(rig.path(first))
+    probe, answer = lookup.probe_chunks, threading.Event()
+    monkeypatch.setattr(lookup, "probe_chunks", lambda *asked: answer.wait() and probe(*asked))
+    loaded = []
+    load = rig.tier.submit_load
+    monkeypatch.setattr(rig.tier, "submit_load", lambda job: loaded.extend(job.keys) or load(job))
+    manager = manager_of(rig)
+    request = ReqContext("r")
+    manager.on_new_request(request)
+    assert ask(manager, keys, request, steps=3, scan=scan) is None
+    assert loaded == []
+    answer.set()
+    found = []
+
+    def known():
+        found.append(ask(manager, keys, request, steps=1, scan=scan))
+        return found[-1] is not None
+
+    wait_for(known)
+    if there:
+        assert loaded == (keys if scan is prefix else [first])
+        assert found[-1] == 2
+    else:
+        assert loaded == ([] if scan is prefix else [other])
+        assert found[-1] == len(loaded)
 
 
 def test_a_row_that_is_lost_before_its_request_ran_is_loaded_once_more_and_after_it_ran_again(

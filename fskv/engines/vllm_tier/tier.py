@@ -121,6 +121,8 @@ class FskvTier(SecondaryTierManager):
         # Of the requests that vLLM has begun and not finished: how often each chunk was loaded for it since
         # it last ran.
         self._requests: dict[str, dict[ChunkId, int]] = {}
+        # Requests and groups of which this step asked for a chunk that is not known yet.
+        self._unsure: set[tuple[str, int]] = set()
         self._num_rows = len(primary_kv_view)
         self._steps_open = 0  # scheduled, and without an output yet
         self._outputs_to_wait = 0  # until what workers did before a reset is over
@@ -188,10 +190,21 @@ class FskvTier(SecondaryTierManager):
     # --- what is there ----------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a chunk is there; vLLM loads a hit at once.
+
+        Behind a chunk that is not known yet a hit is told as RETRY: the other decides whether vLLM needs this
+        one. vLLM asks for a prefix from its first chunk on, for a window from its last one back.
+        """
         self._look_for_reloads()
-        result = self._manager.lookup(key, req_context)
-        if result is LookupResult.HIT and not self._may_load(to_chunk(key), req_context.req_id):
-            return LookupResult.MISS
+        result, chunk = self._manager.lookup(key, req_context), to_chunk(key)
+        asked = req_context.req_id, chunk.group_idx
+        if result is LookupResult.RETRY:
+            self._unsure.add(asked)
+        if result is LookupResult.HIT:
+            if not self._may_load(chunk, req_context.req_id):
+                return LookupResult.MISS
+            if asked in self._unsure:
+                return LookupResult.RETRY
         return result
 
     def _may_load(self, chunk: ChunkId, req_id: str) -> bool:
@@ -220,6 +233,7 @@ class FskvTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._steps_open += 1
+        self._unsure.clear()
         for req_id in (*context.new_req_ids, *context.preempted_req_ids):
             if req_id in self._requests:
                 self._requests[req_id] = {}
