@@ -103,8 +103,9 @@ class Duel:
 
     def resize(self, room: int) -> None:
         """Set the room; the caches begin again where the sample does not fit it any more."""
-        of_sample = room // self._one_of if self._one_of else 0
-        if not _LEAST_ROOM // 2 <= of_sample <= 2 * _MOST_ROOM:
+        of_sample = max(1, room // self._one_of) if self._one_of else 0
+        least = _LEAST_ROOM // 2 if self._one_of > 1 else 1
+        if not least <= of_sample <= 2 * _MOST_ROOM:
             self._one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
             of_sample = max(1, room // self._one_of)
             self._first = Cache(of_sample, None)

@@ -38,7 +38,7 @@ class SightsLog:
         self._file_mode = file_mode
         self._file: int | None = None  # made by us, whatever has its name meanwhile
         self._number = 0
-        self._read: dict[int, int] = {}  # inode -> how many bytes of it were read
+        self._read: dict[str, int] = {}  # file -> how many bytes of it were read
 
     def publish(self, packed: bytes) -> None:
         """Tell names, of 8 bytes each."""
@@ -75,13 +75,13 @@ class SightsLog:
                 if of_ours or not name.startswith(self._digest16) or not is_sights(name):
                     continue
                 with contextlib.suppress(OSError), regular_file(name, dir_fd=directory) as file:
-                    begin = self._read.get(file.info.st_ino, 0)
+                    begin = self._read.get(name, 0)
                     os.lseek(file.fd, begin, os.SEEK_SET)
                     room = min(_MAX_TAKEN_NBYTES - len(found), 2 * _MAX_NBYTES - begin)
                     content = file.read(max(0, room))
                     content = content[: len(content) // _NAME_NBYTES * _NAME_NBYTES]
                     found += content
-                    seen[file.info.st_ino] = begin + len(content)
+                    seen[name] = begin + len(content)
         self._read = seen
         return found
 

@@ -58,7 +58,7 @@ def test_what_was_sent_twice_is_stored_and_loaded_and_the_rest_is_not(name, tmp_
 
 @pytest.mark.slow
 def test_two_engines_in_a_small_room_load_more_and_write_less_with_auto(tmp_path):
-    """Prompts that come back stand between others; the room has a fifth of all chunks that differ."""
+    """Prompts that come back stand between others; the room has a tenth of all chunks."""
     loaded, written, computed = {}, {}, {}
     for mode in ("all", "auto"):
         root = tmp_path / mode
@@ -80,7 +80,8 @@ def test_two_engines_in_a_small_room_load_more_and_write_less_with_auto(tmp_path
     assert written["auto"] < written["all"] / 2
 
 
-_PROMPTS, _TOKENS, _COME_BACK, _FILE_NBYTES = 160, 512, 32, (128 + 4) << 10
+_PROMPTS, _COME_BACK, _PART = 320, 40, 10
+_TOKENS, _FILE_NBYTES = 512, (128 + 4) << 10
 
 
 def _start(number: int, mode: str, root: pathlib.Path) -> lab.Engine:
@@ -89,9 +90,9 @@ def _start(number: int, mode: str, root: pathlib.Path) -> lab.Engine:
         comes_back = source.random() < 0.4
         prompt = f"comes back {source.randrange(_COME_BACK)}" if comes_back else f"{number} {at}"
         prompts.add(prompt)
-        steps += [RESET, lab.generate(model.tokens(prompt, _TOKENS), str(at)), {"sleep": 0.25}]
+        steps += [RESET, lab.generate(model.tokens(prompt, _TOKENS), str(at)), {"sleep": 0.15}]
     chunks = 2 * len(prompts) * _TOKENS // lab.CHUNK_TOKENS["llama"]
-    options = {"max_bytes": chunks // 5 * _FILE_NBYTES, "keep_free": 0, "admission": mode}
+    options = {"max_bytes": chunks // _PART * _FILE_NBYTES, "keep_free": 0, "admission": mode}
     options |= {"weights_fixed": True, **lab.options_for("llama")}
     transfer = lab.connector(str(root), **options)
     return lab.start_engine(

@@ -173,13 +173,14 @@ def test_without_a_voice_the_mode_stays():
     assert at_first_sight(False, [(30.0, 10.0), (10.0, 5.0)]) is True
 
 
-def test_a_room_that_grows_or_shrinks_a_little_keeps_what_was_learnt():
-    duel = Duel(1000)
+@pytest.mark.parametrize("room", [1, 50, 200, 1000])
+def test_a_room_that_grows_or_shrinks_a_little_keeps_what_was_learnt(room):
+    duel = Duel(room)
     for number, request in enumerate(fresh(200)):
         duel.use(request.hash_ids, number)
     learnt = duel.hits
-    duel.resize(1400)
-    duel.resize(700)
+    duel.resize(room * 14 // 10)
+    duel.resize(room * 7 // 10)
     assert duel.hits == learnt != (0.0, 0.0)
     duel.resize(1 << 24)  # the control: another sample
     assert duel.hits == (0.0, 0.0)
