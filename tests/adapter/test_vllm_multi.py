@@ -28,8 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.failed_loads import FailedLoads
 from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
 from fskv.engines.vllm.plugin import register
 from fskv.engines.vllm_multi import connector as module
@@ -96,7 +96,7 @@ def connector(*children, lookup_timeout_s=60.0, weights=None):
     )
     made._all_support_hma = True
     made._requests_to_connector, made._extra_async_saves = {}, {}
-    made._counters, made._admission = Counters(), Admission()
+    made._counters, made._failed_loads = Counters(), FailedLoads()
     made._waits_since, made._given_up, made._failed = {}, {}, {}
     return made
 
@@ -256,7 +256,9 @@ def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
     asked = request()
     reserved = []
     waiting = SimpleNamespace(discard=lambda request: reserved.clear())
-    multi._admission._scheduler = SimpleNamespace(requests={"r": asked}, _inflight_prefills=waiting)
+    multi._failed_loads._scheduler = SimpleNamespace(
+        requests={"r": asked}, _inflight_prefills=waiting
+    )
     multi.get_num_new_matched_tokens(asked, 0)
     multi.update_state_after_alloc(asked, None, 96)
     reserved.append(asked)

@@ -31,8 +31,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from fskv.bounds.limits import RootState
 from fskv.config import StoreConfig
-from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
+from fskv.engines.vllm.failed_loads import FailedLoads
 from fskv.engines.vllm.manager import FskvManager, to_chunk
 from fskv.engines.vllm.metrics import SoFar
 from fskv.engines.vllm.quirks import mend_vllm
@@ -59,7 +59,7 @@ class Ours(FskvConnector):
 def multi(scheduler):
     made = FskvMultiConnector.__new__(FskvMultiConnector)
     made._connectors, made._extra_async_saves = [Stock(scheduler)], {"r": 1}
-    made._admission = Admission()
+    made._failed_loads = FailedLoads()
     return made
 
 
@@ -156,7 +156,7 @@ class Engine:
         self.half = scheduler_around(self.manager)
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._so_far = self.half, SoFar()
-        self.scheduler._admission = Admission()
+        self.scheduler._failed_loads = FailedLoads()
         self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
         )

@@ -61,7 +61,7 @@ class Scenario:
 
         from faults import transport as faults
         from fskv import config
-        from fskv.engines.vllm import admission
+        from fskv.engines.vllm import failed_loads
 
         self.faults = faults
         name, self.num_blocks = _ENGINES.get(how[0] if how else "", _USUAL_ENGINE)
@@ -94,13 +94,13 @@ class Scenario:
 
             FskvWorker.wait = lambda worker, job_ids: None
         if "kept_reservation" in how:
-            admission.release_reservation = lambda scheduler, request: None
+            failed_loads.release_reservation = lambda scheduler, request: None
         if "no_windows" in how:
             from vllm.v1.core.sched.scheduler import Scheduler
 
             Scheduler._request_remaining_blocks.by_fskv = True  # fskv takes it for its own
         if "in_place" in how:
-            admission.Admission.failed = lambda admission, req_ids: None
+            failed_loads.FailedLoads.failed = lambda loads, req_ids: None
         few = {"num_gpu_blocks_override": self.num_blocks} if transfer else {}
         few |= {"max_model_len": MAX_MODEL_LEN}
         self.llm = make_llm(model, lab.checkpoint(name), transfer, **few)

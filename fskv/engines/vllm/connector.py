@@ -35,8 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.budget import LoadBudget, Reports
+from fskv.engines.vllm.failed_loads import FailedLoads
 from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
 from fskv.engines.vllm.media import named_tokens, takes_media
@@ -183,7 +183,7 @@ class FskvConnector(OffloadingConnector):
                     "stored and loaded (option 'trust' with \"media\" believes their names)"
                 )
             self._so_far = SoFar()
-            self._admission = Admission()
+            self._failed_loads = FailedLoads()
             self.budget = LoadBudget(self._manager)
             self._manager.allowed_s = self.budget.allowed_s
             bpc = setup.geometry.blocks_per_chunk
@@ -335,7 +335,7 @@ class FskvConnector(OffloadingConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Look the request up; after a load that was given up the next hits are not taken (`load_budget`)."""
-        if self._admission.steps_aside(request):
+        if self._failed_loads.steps_aside(request):
             return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         taken = self.budget.take(request.request_id, found or 0)
@@ -365,7 +365,7 @@ class FskvConnector(OffloadingConnector):
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._admission.failed(connector_output.failed_recving)
+        self._failed_loads.failed(connector_output.failed_recving)
         super().update_connector_output(connector_output)
         self._so_far.add(connector_output.kv_connector_stats, self.stats_id)
         told = connector_output.kv_connector_worker_meta

@@ -35,8 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.engines.vllm.admission import Admission
 from fskv.engines.vllm.connector import FskvConnector
+from fskv.engines.vllm.failed_loads import FailedLoads
 from fskv.engines.vllm.metrics import to_stats
 from fskv.engines.vllm.quirks import tell_allocated
 from fskv.engines.vllm_multi.metrics import OWN, MultiPromMetrics, rebuild, stats_id
@@ -89,7 +89,7 @@ class FskvMultiConnector(MultiConnector):
                 child.stats_id = self._ids[-1]
             for metric in metrics.MULTI_METRICS:
                 self._counters.declare(metric, name)
-        self._admission = Admission()
+        self._failed_loads = FailedLoads()
         # By request, from its first question until it is admitted: when it first had to wait for a child that
         # might be better, and which of these it goes on without.
         self._waits_since: dict[str, float] = {}
@@ -126,7 +126,7 @@ class FskvMultiConnector(MultiConnector):
         req_id = request.request_id
         for table in (self._requests_to_connector, self._given_up):
             table.pop(req_id, None)
-        if self._admission.steps_aside(request):
+        if self._failed_loads.steps_aside(request):
             return None, False
         answers = [
             child.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -198,7 +198,7 @@ class FskvMultiConnector(MultiConnector):
                 tell_allocated(child.scheduler, blocks)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._admission.failed(connector_output.failed_recving)
+        self._failed_loads.failed(connector_output.failed_recving)
         for req_id in connector_output.failed_recving or ():
             child = self._requests_to_connector.get(req_id)
             if child is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FAILED = "fskv_load_failed"  # an attribute of a request, until it is asked for again
 
 
-class Admission:
+class FailedLoads:
     """Has each request whose load failed step aside once; one for each connector that a scheduler asks."""
 
     def __init__(self) -> None:
