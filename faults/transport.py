@@ -93,6 +93,7 @@ class FaultTransport:
         self._changed = threading.Condition()
         self._generation = 0  # of releases
         self.num_hanging = 0
+        self.num_running = dict.fromkeys(OPERATIONS, 0)
         self.num_done = dict.fromkeys(OPERATIONS, 0)
 
     # --- the test's side --------------------------------------------------------------------
@@ -138,6 +139,8 @@ class FaultTransport:
 
     @contextlib.contextmanager
     def _operation(self, operation: str, path: str) -> Iterator[str]:
+        with self._changed:
+            self.num_running[operation] += 1
         try:
             event = self.script.next(operation)
             if event in _ERRNOS:
@@ -153,6 +156,7 @@ class FaultTransport:
             yield event
         finally:
             with self._changed:
+                self.num_running[operation] -= 1
                 self.num_done[operation] += 1
 
     def _hang(self, operation: str) -> None:

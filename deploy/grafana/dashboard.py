@@ -265,6 +265,18 @@ ROWS: dict[str, list[Json]] = {
             (f"{CHILD} tokens/s", engines("prefill_rate")),
         ),
     ],
+    "Admission": [
+        Graph("New chunks", "ops", "Chunks that were stored, or seen once and not stored.").of(
+            (f"admitted {CHILD}", rate("admitted_chunks")),
+            (f"not admitted {CHILD}", rate("not_admitted_chunks")),
+        ),
+        Graph("Writes that were spared", "Bps").of(
+            (f"{CHILD} spared", rate("not_admitted_bytes")),
+        ),
+        Graph("Stores at first sight", "short", "0: at second sight.", least=0).of(
+            (f"{CHILD} at first sight", engines("stores_at_first_sight")),
+        ),
+    ],
     "State of engines": [
         Graph("Breaker, pauses, doubt, off", "short", least=0).of(
             (f"breaker open {CHILD}", engines("breaker_open")),
@@ -272,6 +284,7 @@ ROWS: dict[str, list[Json]] = {
             (f"weights in doubt {CHILD}", engines("weights_in_doubt")),
             (f"breaker opened {CHILD}", change("breaker_openings", "increase")),
             (f"off {CHILD}", engines("off")),
+            (f"written, never read {CHILD}", engines("written_unread")),
         ),
         Graph("Threads and slots", "short", least=0).of(
             (f"threads hung {CHILD}", engines("io_threads_hung")),

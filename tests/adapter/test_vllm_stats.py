@@ -51,6 +51,10 @@ def test_a_bound_that_is_withdrawn_is_infinite_and_not_what_it_was(manager):
         def close():
             pass
 
+        @staticmethod
+        def report_use(used, hits, take_sights, at_once=False):
+            return []
+
     manager.chunks.capacity = Capacity
     first = stats(manager)
     assert first["vllm:fskv_bound_bytes"] == {("root",): 500.0}

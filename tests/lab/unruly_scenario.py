@@ -212,7 +212,7 @@ class Scenario:
         """The aborted request's blocks go to `after` when its load has ended, and late bytes do not."""
         self.make(self.faults.Script(read=reads))
         self.add("main")
-        self.step_until(lambda: self.transport._num_now["read"] > 0)
+        self.step_until(lambda: self.transport.num_running["read"] > 0)
         self.abort("main")
         self.add(after)
         self.step_until(lambda: len(self.tokens.get(after, ())) >= 2)
@@ -248,7 +248,7 @@ class Scenario:
         self.make(self.faults.Script(read="H*"))
         for label in labels:
             self.add(label)
-        self.step_until(lambda: self.transport._num_now["read"] > 0)
+        self.step_until(lambda: self.transport.num_running["read"] > 0)
         self.step()  # the second one is admitted, or not
         self.calm()
         wait_for(lambda: self.worker.mover._runner.num_running == 0, _LONGEST_S)

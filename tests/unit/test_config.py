@@ -71,6 +71,7 @@ OPTIONS = {
         ["0%", "100%", "-1%", "2", True, None, 1.5],
     ),
     "tenant_max_bytes": ([None], [0, "1G", "1 GiB of it"]),
+    "admission": (["auto", "all", "reused"], [True, "on", None, ""]),
     "maintenance": (["on", "off"], [True, "auto", None, ""]),
     "health_file": (
         [None, "/run/fskv/health.json", "/run/fskv-{rank}.json"],
