@@ -61,7 +61,7 @@ def _lost(unraisable: Any) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT, SIGTERM and SIGHUP set. Call it on the main thread."""
+    """Yield an event. SIGINT, SIGTERM or SIGHUP sets it. Call it on the main thread."""
     stop = threading.Event()
 
     def handle(number: int, _: object) -> None:

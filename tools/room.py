@@ -25,7 +25,7 @@ _NEAR = 8  # of a bound: with less than this part left it is met; a prune leaves
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One bound, in bytes. `left` below zero: it does not hold yet."""
+    """One bound, in bytes. `left` is below zero while more is stored than it allows."""
 
     words: str
     limit: int

@@ -28,7 +28,7 @@ def can_draw() -> bool:
 
 
 def run(frame: Callable[[], Frame], interval_s: float) -> None:
-    """Draw until q is pressed. Raises KeyboardInterrupt."""
+    """Show a new frame each `interval_s` seconds, until q is pressed. Raises KeyboardInterrupt."""
     console = Console(highlight=False)
     # A process that Ctrl-Z stops would leave its screen behind.
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)

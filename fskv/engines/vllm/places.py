@@ -36,7 +36,10 @@ _MAX_PIECES = 4096  # of one layer's block: more than tokens or heads of any
 
 @dataclass(frozen=True)
 class Places:
-    """The bytes that a layer has of each block: `pieces` are block 0, block b is `b * stride` further on."""
+    """The bytes of each block in a layer.
+
+    `pieces` are (offset, length) of the bytes of block 0. Those of block b lie `b * stride` bytes later.
+    """
 
     pieces: tuple[tuple[int, int], ...]
     stride: int
