@@ -167,6 +167,7 @@ class Leader:
         Raises OSError.
         """
         now = time.monotonic()
+        beats = beats[:_MAX_KNOWN]
         is_first = self._looked_at == float("-inf")
         last_heard = self._heard
         self._heard = {
@@ -191,7 +192,8 @@ class Leader:
         self._beats = [beat for beat in beats if beat.name not in dead]
         # A heartbeat that is missed at a look comes back: it must not count again.
         for table in (self._counted, self._full, self._loaded):
-            for name in [*table][: max(0, len(table) - _MAX_KNOWN)]:
+            missed = [name for name in table if name not in self._heard]
+            for name in missed[: max(0, len(table) - _MAX_KNOWN)]:
                 del table[name]
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
@@ -224,8 +226,8 @@ class Leader:
         if not 0 <= now_ms - hour.since_ms < _HOUR_MS:
             self._usage = replace(self._usage, last_hour=hour)
             hour = Traffic(now_ms)
-        hour = Traffic(hour.since_ms, hour.stored + stored, hour.loaded + loaded)
-        self._usage = replace(self._usage, hour=hour)
+        stored, loaded = min(MAX_COUNT, hour.stored + stored), min(MAX_COUNT, hour.loaded + loaded)
+        self._usage = replace(self._usage, hour=Traffic(hour.since_ms, stored, loaded))
 
     def _note_use(self, passed_s: float) -> None:
         """Find what part each engine has in the recent use, and whether chunks are stored at first sight."""
