@@ -105,12 +105,15 @@ class Duel:
         """Set the room; the caches begin again where the sample does not fit it any more."""
         of_sample = room // self._one_of if self._one_of else 0
         if not _LEAST_ROOM // 2 <= of_sample <= 2 * _MOST_ROOM:
-            self._one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
-            of_sample = max(1, room // self._one_of)
-            self._first = Cache(of_sample, None)
-            self._second = Cache(of_sample, Sights(_SIGHTS * of_sample))
-            self._hits = (0.0, 0.0)  # older ones count less
+            one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
+            of_sample = max(1, room // one_of)
+            if one_of != self._one_of:
+                self._one_of = one_of
+                self._sights = Sights(1)
+                self._first, self._second = Cache(0, None), Cache(0, self._sights)
+                self._hits = (0.0, 0.0)  # older ones count less
         self._first.room = self._second.room = of_sample
+        self._sights.resize(_SIGHTS * of_sample)
 
     @property
     def hits(self) -> tuple[float, float]:
@@ -170,9 +173,13 @@ class Admission:
             self.mode == "auto" and (self._duel is None or self.first_sight)
         )
 
-    def resize(self, room: int | None) -> None:
-        """Set how many names the root can hold for this engine; None: there is no bound."""
+    def resize(self, room: int | None, share: int = 1000) -> None:
+        """Set how many names the root can hold, and the engine's share of that, in thousandths.
+
+        Sights are those of all engines. `room` None: there is no bound.
+        """
         self._sights.resize(_MOST_SIGHTS if room is None else _SIGHTS * room)
+        room = None if room is None else room * share // 1000
         if room is None or self.mode != "auto":
             self._duel = None
         elif self._duel is None:

@@ -25,6 +25,7 @@ from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.sights import SightsLog
 from fskv.root.process_id import unique_name
+from fskv.types import MAX_COUNT
 
 PREFIX = 20  # chunks of a made request
 
@@ -311,7 +312,8 @@ def test_the_leader_finds_the_mode_and_the_shares_of_all(root):
     beat = some[0]._heartbeat
     state = root_state(usage, Space(0, 0, 0, 0), beat, holder=False)
     assert not state.first_sight
-    assert state.room == (1 << 20) * state.share // 1000
+    assert state.share == usage.shares[beat.name]
+    assert state.room == 1 << 20
     some[1].hear(used=4000, first_hits=9000, second_hits=1000)
     steps(root, some, lambda: usage_of(root).first_sight)
 
@@ -352,3 +354,18 @@ def test_the_traffic_of_an_hour_is_added_up_and_the_next_hour_begins(root, monke
     monkeypatch.setattr(leader, "_HOUR_MS", 1)
     steps(root, some, lambda: usage_of(root).last_hour.stored == 5 << 20)
     steps(root, some, lambda: usage_of(root).last_hour.stored == 0)  # an idle one
+
+
+def test_heartbeats_with_any_numbers_and_any_number_of_them_leave_a_usage_that_is_read(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    files = SharedFiles(f"{root}/{SHARED_DIR}")
+    for beat, loaded in enumerate((0, MAX_COUNT)):
+        for name in ("a", "b"):
+            files.publish(Heartbeat(name, None, None, Limits(), beat=beat, loaded=loaded))
+        some[0].step()
+    assert usage_of(root).hour.loaded == MAX_COUNT
+    for round_ in range(2):  # those of the first round are gone when the others come
+        beats = [Heartbeat(f"{round_}-{n}", None, None, Limits()) for n in range(11_000)]
+        some[0]._leader.look([some[0]._heartbeat, *beats], Space.of(root))
+    assert some[0]._heartbeat.name in usage_of(root).counted
