@@ -276,7 +276,8 @@ class Maintainer:
             self._files.withdraw(self._heartbeat.name)
         if self._leader is not None:
             self._leader.save_snapshots()
-        self._tell_sights()
+        with contextlib.suppress(OSError):
+            self._tell_sights()
         self._sights.close()
         self._lease.release()
 
