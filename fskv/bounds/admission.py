@@ -8,7 +8,7 @@ write that is spared counts for a little, so chunks that nobody reads again end 
 
 A name is eight bytes of a key, the same on every engine. It stands for the chunks of all groups that end at
 one token: they are admitted together. Nothing here reads a clock or a file, and one thread calls. With its
-limits the memory is at most 80 MiB: 262,144 names of sights, and two caches of 32,768 names with sights of
+limits the memory is at most 100 MiB: 262,144 names of sights, and two caches of 65,536 names with sights of
 their own.
 """
 

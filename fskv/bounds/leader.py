@@ -62,6 +62,7 @@ _STUCK_S = 600.0  # files that could not be removed are tried again
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 _USE_HALF_LIFE_S = 600.0  # of what an engine has used, in its share
 _HOUR_MS = 3_600_000
+_STALE_MS = 2 * 3_600_000
 
 
 class Heard(NamedTuple):
@@ -198,7 +199,7 @@ class Leader:
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
         self._looked_at = now
-        self._note_use(passed_s)
+        self._note_use(passed_s, space)
         faded = int(self._usage.growth * _FADE**passed_s)
         self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(int(rate), faded))
@@ -224,12 +225,13 @@ class Leader:
         """Add to the hour; what it came to is said when it is over."""
         hour, now_ms = self._usage.hour, time.time_ns() // 1_000_000
         if not 0 <= now_ms - hour.since_ms < _HOUR_MS:
-            self._usage = replace(self._usage, last_hour=hour)
+            is_stale = now_ms - hour.since_ms > _STALE_MS  # nobody has led since
+            self._usage = replace(self._usage, last_hour=Traffic() if is_stale else hour)
             hour = Traffic(now_ms)
         stored, loaded = min(MAX_COUNT, hour.stored + stored), min(MAX_COUNT, hour.loaded + loaded)
         self._usage = replace(self._usage, hour=Traffic(hour.since_ms, stored, loaded))
 
-    def _note_use(self, passed_s: float) -> None:
+    def _note_use(self, passed_s: float, space: Space) -> None:
         """Find what part each engine has in the recent use, and whether chunks are stored at first sight."""
         kept = 0.5 ** (passed_s / _USE_HALF_LIFE_S)
         self._used = {
@@ -240,9 +242,12 @@ class Leader:
         total = sum(recent for _, recent in self._used.values())
         voters = [beat for beat in self._beats if self._used[beat.name][1] > total / 1000]
         hits = [(beat.first_hits, beat.second_hits) for beat in voters]
+        was = self._usage.first_sight
+        if not any(map(any, hits)):  # nothing is measured; after a larger bound, say, for ever
+            was |= all(scope.used < scope.limit // 2 for scope in scopes(self._usage, space))
         self._usage = replace(
             self._usage,
-            first_sight=at_first_sight(self._usage.first_sight, hits),
+            first_sight=at_first_sight(was, hits),
             first_hits=min(MAX_COUNT, sum(first for first, _ in hits)),
             second_hits=min(MAX_COUNT, sum(second for _, second in hits)),
             shares={beat.name: int(1000 * self._used[beat.name][1] / total) for beat in voters},

@@ -264,8 +264,8 @@ class Maintainer:
         """
         if self._work is not None:
             self._work.cancel()
-        told = self._published
-        is_news = told is not None and self._heartbeat.written != told.written
+        told, last = self._published, self._heartbeat
+        is_news = told is not None and (told.written, told.loaded) != (last.written, last.loaded)
         if is_news:
             self._heartbeat = replace(self._heartbeat, limits=Limits())
             self._publish()

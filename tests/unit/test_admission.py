@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 from capacity_lab import DIGEST, NAME, holder_of, make_namespace
@@ -402,3 +403,34 @@ def test_heartbeats_with_any_numbers_and_any_number_of_them_leave_a_usage_that_i
         beats = [Heartbeat(f"{round_}-{n}", None, None, Limits()) for n in range(11_000)]
         some[0]._leader.look([some[0]._heartbeat, *beats], Space.of(root))
     assert some[0]._heartbeat.name in usage_of(root).counted
+
+
+def test_the_traffic_of_a_day_when_nobody_led_since_is_not_that_of_the_last_hour(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    some[0]._leader._usage = replace(usage_of(root), hour=Traffic(1, stored=11 << 30))
+    some[0].step()
+    assert not usage_of(root).is_unread
+    assert usage_of(root).hour.stored == 0
+
+
+def test_what_an_engine_loaded_at_its_end_is_told(root):
+    some = maintainers(root, 2)
+    steps(root, some, lambda: usage_of(root) is not None and len(usage_of(root).counted) == 2)
+    leader, other = sorted(some, key=lambda one: not one.seen.holder)
+    other.hear(loaded=1 << 20)
+    other.close()
+    leader.step()
+    assert usage_of(root).hour.loaded == 1 << 20
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_chunks_are_stored_at_first_sight_where_nothing_is_measured_and_there_is_room(
+    root, is_full
+):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    leader = some[0]._leader
+    leader._usage = replace(leader._usage, first_sight=False, others=((1 << 20) * is_full, 0))
+    leader._note_use(1.0, Space.of(root))
+    assert leader._usage.first_sight is not is_full
