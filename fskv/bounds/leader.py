@@ -234,10 +234,13 @@ class Leader:
     def _note_use(self, passed_s: float, space: Space) -> None:
         """Find what part each engine has in the recent use, and whether chunks are stored at first sight."""
         kept = 0.5 ** (passed_s / _USE_HALF_LIFE_S)
+        is_first = not self._used  # of a new leader: what they used in their lives stands for it
         self._used = {
             beat.name: (beat.used, recent * kept + max(0, beat.used - last))
             for beat in self._beats
-            for last, recent in [self._used.get(beat.name, (beat.used, 0.0))]
+            for last, recent in [
+                self._used.get(beat.name, (beat.used, float(beat.used * is_first)))
+            ]
         }
         total = sum(recent for _, recent in self._used.values())
         voters = [beat for beat in self._beats if self._used[beat.name][1] > total / 1000]

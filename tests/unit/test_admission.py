@@ -434,3 +434,17 @@ def test_chunks_are_stored_at_first_sight_where_nothing_is_measured_and_there_is
     leader._usage = replace(leader._usage, first_sight=False, others=((1 << 20) * is_full, 0))
     leader._note_use(1.0, Space.of(root))
     assert leader._usage.first_sight is not is_full
+
+
+def test_a_new_leader_knows_the_shares_at_its_first_look(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    leader = some[0]._leader
+    limits, space = Limits(), Space.of(root)
+    leader._used = {}
+    leader._beats = [Heartbeat(n, NAME, None, limits, used=1 << 30) for n in "abcd"]
+    leader._note_use(0.0, space)
+    assert leader._usage.shares == dict.fromkeys("abcd", 250)
+    leader._beats.append(Heartbeat("late", NAME, None, limits, used=1 << 40))
+    leader._note_use(1.0, space)
+    assert "late" not in leader._usage.shares  # its life was before
