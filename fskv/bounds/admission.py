@@ -8,7 +8,7 @@ write that is spared counts for a little, so chunks that nobody reads again end 
 
 A name is eight bytes of a key, the same on every engine. It stands for the chunks of all groups that end at
 one token: they are admitted together. Nothing here reads a clock or a file, and one thread calls. With its
-limits the memory is at most 80 MiB: 262,144 names of sights, and two caches of 32,768 names with sights of
+limits the memory is at most 100 MiB: 262,144 names of sights, and two caches of 65,536 names with sights of
 their own.
 """
 
@@ -103,15 +103,17 @@ class Duel:
 
     def resize(self, room: int) -> None:
         """Set the room; the caches begin again where the sample does not fit it any more."""
-        of_sample = max(1, room // self._one_of) if self._one_of else 0
-        least = _LEAST_ROOM // 2 if self._one_of > 1 else 1
-        if not least <= of_sample <= 2 * _MOST_ROOM:
-            self._one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
-            of_sample = max(1, room // self._one_of)
-            self._first = Cache(of_sample, None)
-            self._second = Cache(of_sample, Sights(_SIGHTS * of_sample))
-            self._hits = (0.0, 0.0)  # older ones count less
+        of_sample = room // self._one_of if self._one_of else 0
+        if not _LEAST_ROOM // 2 <= of_sample <= 2 * _MOST_ROOM:
+            one_of = max(1, min(_SAMPLE, room // _LEAST_ROOM), room // _MOST_ROOM)
+            of_sample = max(1, room // one_of)
+            if one_of != self._one_of:
+                self._one_of = one_of
+                self._sights = Sights(1)
+                self._first, self._second = Cache(0, None), Cache(0, self._sights)
+                self._hits = (0.0, 0.0)  # older ones count less
         self._first.room = self._second.room = of_sample
+        self._sights.resize(_SIGHTS * of_sample)
 
     @property
     def hits(self) -> tuple[float, float]:
@@ -171,9 +173,13 @@ class Admission:
             self.mode == "auto" and (self._duel is None or self.first_sight)
         )
 
-    def resize(self, room: int | None) -> None:
-        """Set how many names the root can hold for this engine; None: there is no bound."""
+    def resize(self, room: int | None, share: int = 1000) -> None:
+        """Set how many names the root can hold, and the engine's share of that, in thousandths.
+
+        Sights are those of all engines. `room` None: there is no bound.
+        """
         self._sights.resize(_MOST_SIGHTS if room is None else _SIGHTS * room)
+        room = None if room is None else room * share // 1000
         if room is None or self.mode != "auto":
             self._duel = None
         elif self._duel is None:
@@ -204,6 +210,8 @@ class Admission:
 
     def hear(self, packed: bytes) -> None:
         """Take the sights of other engines, and of those before this one."""
+        if self.mode == "all":
+            return
         self._num_heard += 1
         for (name,) in struct.iter_unpack("<Q", packed[: len(packed) // 8 * 8]):
             self._sights.see(name, self._num_heard)  # no request is called so

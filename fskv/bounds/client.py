@@ -144,6 +144,7 @@ class Capacity:
         self.state = replace(state, counted=0, seen_written=state.seen_written - told)
         self._said = {}
         self._heard_at = self._clock()
+        self._traffic_at = 0.0  # what was told before is not of late
         self._has_spoken = not self.num_restarts
         self._silent_polls_since = 0.0
         self._process.send(self._hello)

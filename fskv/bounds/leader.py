@@ -62,6 +62,7 @@ _STUCK_S = 600.0  # files that could not be removed are tried again
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 _USE_HALF_LIFE_S = 600.0  # of what an engine has used, in its share
 _HOUR_MS = 3_600_000
+_STALE_MS = 2 * 3_600_000
 
 
 class Heard(NamedTuple):
@@ -167,6 +168,7 @@ class Leader:
         Raises OSError.
         """
         now = time.monotonic()
+        beats = beats[:_MAX_KNOWN]
         is_first = self._looked_at == float("-inf")
         last_heard = self._heard
         self._heard = {
@@ -191,12 +193,13 @@ class Leader:
         self._beats = [beat for beat in beats if beat.name not in dead]
         # A heartbeat that is missed at a look comes back: it must not count again.
         for table in (self._counted, self._full, self._loaded):
-            for name in [*table][: max(0, len(table) - _MAX_KNOWN)]:
+            missed = [name for name in table if name not in self._heard]
+            for name in missed[: max(0, len(table) - _MAX_KNOWN)]:
                 del table[name]
         for beat in self._beats:  # what was full before we led says so again if it still is
             self._full.setdefault(beat.name, beat.full)
         self._looked_at = now
-        self._note_use(passed_s)
+        self._note_use(passed_s, space)
         faded = int(self._usage.growth * _FADE**passed_s)
         self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(int(rate), faded))
@@ -222,25 +225,32 @@ class Leader:
         """Add to the hour; what it came to is said when it is over."""
         hour, now_ms = self._usage.hour, time.time_ns() // 1_000_000
         if not 0 <= now_ms - hour.since_ms < _HOUR_MS:
-            self._usage = replace(self._usage, last_hour=hour)
+            is_stale = now_ms - hour.since_ms > _STALE_MS  # nobody has led since
+            self._usage = replace(self._usage, last_hour=Traffic() if is_stale else hour)
             hour = Traffic(now_ms)
-        hour = Traffic(hour.since_ms, hour.stored + stored, hour.loaded + loaded)
-        self._usage = replace(self._usage, hour=hour)
+        stored, loaded = min(MAX_COUNT, hour.stored + stored), min(MAX_COUNT, hour.loaded + loaded)
+        self._usage = replace(self._usage, hour=Traffic(hour.since_ms, stored, loaded))
 
-    def _note_use(self, passed_s: float) -> None:
+    def _note_use(self, passed_s: float, space: Space) -> None:
         """Find what part each engine has in the recent use, and whether chunks are stored at first sight."""
         kept = 0.5 ** (passed_s / _USE_HALF_LIFE_S)
+        is_first = not self._used  # of a new leader: what they used in their lives stands for it
         self._used = {
             beat.name: (beat.used, recent * kept + max(0, beat.used - last))
             for beat in self._beats
-            for last, recent in [self._used.get(beat.name, (beat.used, 0.0))]
+            for last, recent in [
+                self._used.get(beat.name, (beat.used, float(beat.used * is_first)))
+            ]
         }
         total = sum(recent for _, recent in self._used.values())
         voters = [beat for beat in self._beats if self._used[beat.name][1] > total / 1000]
         hits = [(beat.first_hits, beat.second_hits) for beat in voters]
+        was = self._usage.first_sight
+        if not any(map(any, hits)):  # nothing is measured; after a larger bound, say, for ever
+            was |= all(scope.used < scope.limit // 2 for scope in scopes(self._usage, space))
         self._usage = replace(
             self._usage,
-            first_sight=at_first_sight(self._usage.first_sight, hits),
+            first_sight=at_first_sight(was, hits),
             first_hits=min(MAX_COUNT, sum(first for first, _ in hits)),
             second_hits=min(MAX_COUNT, sum(second for _, second in hits)),
             shares={beat.name: int(1000 * self._used[beat.name][1] / total) for beat in voters},

@@ -220,10 +220,10 @@ class RootState:
 
     @property
     def room(self) -> int | None:
-        """What this engine's part of the root may hold, in bytes; None: there is no bound."""
+        """What this engine and those beside it may hold, in bytes; None: there is no bound."""
         limits = [limit for kind, (limit, _) in self.bounds.items() if kind != "free"]
         limits += [self.nbytes + left for kind, (_, left) in self.bounds.items() if kind == "free"]
-        return max(0, min(limits)) * self.share // 1000 if limits else None
+        return max(0, min(limits)) if limits else None
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> RootState:

@@ -264,8 +264,8 @@ class Maintainer:
         """
         if self._work is not None:
             self._work.cancel()
-        told = self._published
-        is_news = told is not None and self._heartbeat.written != told.written
+        told, last = self._published, self._heartbeat
+        is_news = told is not None and (told.written, told.loaded) != (last.written, last.loaded)
         if is_news:
             self._heartbeat = replace(self._heartbeat, limits=Limits())
             self._publish()
@@ -276,7 +276,8 @@ class Maintainer:
             self._files.withdraw(self._heartbeat.name)
         if self._leader is not None:
             self._leader.save_snapshots()
-        self._tell_sights()
+        with contextlib.suppress(OSError):
+            self._tell_sights()
         self._sights.close()
         self._lease.release()
 

@@ -22,6 +22,7 @@ _NAME_NBYTES = 8
 _MAX_NBYTES = 1 << 20  # of a file: then another one begins
 _NUM_FILES = 2  # of an engine
 _MAX_TAKEN_NBYTES = 32 << 10  # by one call
+_MAX_BACKLOG_NBYTES = 1 << 20  # what is older is of no use: an engine remembers about as many
 _KEPT_NS = 86_400 * 1_000_000_000
 _NAME = re.compile(r"[0-9a-f]{16}-(.+)\.[0-9]{1,9}", re.DOTALL)
 
@@ -38,20 +39,22 @@ class SightsLog:
         self._file_mode = file_mode
         self._file: int | None = None  # made by us, whatever has its name meanwhile
         self._number = 0
-        self._read: dict[str, int] = {}  # file -> how many bytes of it were read
+        self._read: dict[
+            tuple[str, int], int
+        ] = {}  # name and inode -> how many bytes of it were read
 
     def publish(self, packed: bytes) -> None:
         """Tell names, of 8 bytes each."""
         if self._file is None:
             self._file = self._create()
         try:
-            os.write(self._file, packed)
+            written = os.write(self._file, packed)
             os.fdatasync(self._file)  # or other nodes would not see it before it is closed
             info = os.fstat(self._file)
         except OSError:
             self.close()
             raise
-        if info.st_size >= _MAX_NBYTES or not info.st_nlink:
+        if info.st_size >= _MAX_NBYTES or not info.st_nlink or written < len(packed):
             self.close()
 
     def _create(self) -> int:
@@ -67,23 +70,41 @@ class SightsLog:
         return file
 
     def take_new(self) -> bytes:
-        """Return names that others have told and no call has returned before; not all at once."""
-        found, seen = b"", {}
+        """Return names that others have told and no call has returned before; not all at once.
+
+        Those of who has told last come first.
+        """
+        found, seen, backlog = b"", {}, _MAX_BACKLOG_NBYTES
         with self._opened() as directory:
-            for name in sorted(os.listdir(directory)):
-                of_ours = name.startswith(self._own)
-                if of_ours or not name.startswith(self._digest16) or not is_sights(name):
+            for name, info in self._of_others(directory):
+                size = min(info.st_size, 2 * _MAX_NBYTES) // _NAME_NBYTES * _NAME_NBYTES
+                begin = max(self._read.get((name, info.st_ino), 0), size - backlog)
+                backlog -= max(0, size - begin)
+                seen[name, info.st_ino] = begin
+                room = min(_MAX_TAKEN_NBYTES - len(found), size - begin)
+                if room <= 0:
                     continue
                 with contextlib.suppress(OSError), regular_file(name, dir_fd=directory) as file:
-                    begin = self._read.get(name, 0)
                     os.lseek(file.fd, begin, os.SEEK_SET)
-                    room = min(_MAX_TAKEN_NBYTES - len(found), 2 * _MAX_NBYTES - begin)
-                    content = file.read(max(0, room))
+                    content = file.read(room)
                     content = content[: len(content) // _NAME_NBYTES * _NAME_NBYTES]
                     found += content
-                    seen[name] = begin + len(content)
+                    seen[name, info.st_ino] = begin + len(content)
         self._read = seen
         return found
+
+    def _of_others(self, directory: int) -> list[tuple[str, os.stat_result]]:
+        """Return the files of the namespace's other engines, the youngest first."""
+        files = []
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith(self._own) or not name.startswith(self._digest16):
+                    continue
+                if is_sights(name):
+                    with contextlib.suppress(OSError):
+                        files.append((name, entry.stat(follow_symlinks=False)))
+        return sorted(files, key=lambda file: -file[1].st_mtime_ns)
 
     def remove_old(self, now_ns: int) -> None:
         """Remove the files, of all namespaces, that nobody has written to for a day.

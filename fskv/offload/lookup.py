@@ -232,7 +232,8 @@ class Lookup:
                 self._log.say("written_unread", logging.WARNING, reason=unread)
             admission.first_sight = state.first_sight
             room = state.room
-            admission.resize(None if room is None else room // max(1, self._nbytes_together()))
+            together = max(1, self._nbytes_together())
+            admission.resize(None if room is None else room // together, state.share)
 
     @property
     def unread(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 from capacity_lab import DIGEST, NAME, holder_of, make_namespace
@@ -25,6 +27,7 @@ from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.sights import SightsLog
 from fskv.root.process_id import unique_name
+from fskv.types import MAX_COUNT
 
 PREFIX = 20  # chunks of a made request
 
@@ -220,7 +223,7 @@ def test_a_maintenance_process_that_is_started_again_does_not_hear_its_own_engin
     again = log(shared, engine)
     assert again.take_new() == b""
     again.publish(packed(2))
-    assert log(shared).take_new() == packed(1, 2)
+    assert sorted(log(shared).take_new()) == sorted(packed(1, 2))
 
 
 def test_files_of_sights_are_bounded_and_go_after_a_day(shared, monkeypatch):
@@ -234,7 +237,8 @@ def test_files_of_sights_are_bounded_and_go_after_a_day(shared, monkeypatch):
     assert max(sizes) <= 64
     taken = [other.take_new() for _ in range(10)]
     assert max(map(len, taken)) == 24
-    assert b"".join(taken)[-8:] == packed(99)
+    assert packed(99) in b"".join(taken)
+    assert taken[-1] == b""
     now_ns = os.stat(shared).st_mtime_ns
     other.remove_old(now_ns)
     assert len(os.listdir(f"{shared}/sights")) == 2
@@ -243,6 +247,28 @@ def test_files_of_sights_are_bounded_and_go_after_a_day(shared, monkeypatch):
     one.publish(packed(7))  # its file has gone: that one is lost, and the next one is in another
     one.publish(packed(8))
     assert other.take_new() == packed(8)
+
+
+def test_an_engine_that_lives_is_heard_at_once_among_the_files_of_many_that_have_ended(shared):
+    for _ in range(10):
+        one = f"{shared}/sights/{DIGEST}-{unique_name()}.1"
+        with open(one, "wb") as file:
+            file.write(packed(1) * (1 << 16))
+        os.utime(one, (1, 1))
+    log(shared).publish(packed(2))
+    other = log(shared)
+    assert other.take_new()[:8] == packed(2)
+    more = sum(map(len, iter(other.take_new, b"")))
+    assert 0 < more < 2 << 20  # what is older than anybody remembers is not read
+
+
+def test_after_a_write_that_ends_within_a_name_the_next_names_are_whole(shared, monkeypatch):
+    one, write = log(shared), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:11]))
+    one.publish(packed(1, 2))
+    monkeypatch.undo()
+    one.publish(packed(3))
+    assert sorted(log(shared).take_new()) == sorted(packed(1, 3))
 
 
 def test_whatever_has_a_name_there_is_not_followed_and_nothing_hangs(shared, tmp_path):
@@ -312,7 +338,8 @@ def test_the_leader_finds_the_mode_and_the_shares_of_all(root):
     beat = some[0]._heartbeat
     state = root_state(usage, Space(0, 0, 0, 0), beat, holder=False)
     assert not state.first_sight
-    assert state.room == (1 << 20) * state.share // 1000
+    assert state.share == usage.shares[beat.name]
+    assert state.room == 1 << 20
     some[1].hear(used=4000, first_hits=9000, second_hits=1000)
     steps(root, some, lambda: usage_of(root).first_sight)
 
@@ -325,6 +352,15 @@ def test_an_engine_hears_what_another_one_has_seen(root):
         one._news_at = float("-inf")
     steps(root, some[::-1], lambda: any(heard))
     assert b"".join(heard) == packed(1, 2)
+
+
+def test_where_the_last_sights_cannot_be_written_the_lease_is_given_back(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: holder_of(root))
+    shutil.rmtree(f"{root}/{SHARED_DIR}/sights")
+    some[0].hear(sights=packed(1))
+    some[0].close()
+    assert holder_of(root) is None
 
 
 @pytest.mark.parametrize(
@@ -353,3 +389,63 @@ def test_the_traffic_of_an_hour_is_added_up_and_the_next_hour_begins(root, monke
     monkeypatch.setattr(leader, "_HOUR_MS", 1)
     steps(root, some, lambda: usage_of(root).last_hour.stored == 5 << 20)
     steps(root, some, lambda: usage_of(root).last_hour.stored == 0)  # an idle one
+
+
+def test_heartbeats_with_any_numbers_and_any_number_of_them_leave_a_usage_that_is_read(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    files = SharedFiles(f"{root}/{SHARED_DIR}")
+    for beat, loaded in enumerate((0, MAX_COUNT)):
+        for name in ("a", "b"):
+            files.publish(Heartbeat(name, None, None, Limits(), beat=beat, loaded=loaded))
+        some[0].step()
+    assert usage_of(root).hour.loaded == MAX_COUNT
+    for round_ in range(2):  # those of the first round are gone when the others come
+        beats = [Heartbeat(f"{round_}-{n}", None, None, Limits()) for n in range(11_000)]
+        some[0]._leader.look([some[0]._heartbeat, *beats], Space.of(root))
+    assert some[0]._heartbeat.name in usage_of(root).counted
+
+
+def test_the_traffic_of_a_day_when_nobody_led_since_is_not_that_of_the_last_hour(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    some[0]._leader._usage = replace(usage_of(root), hour=Traffic(1, stored=11 << 30))
+    some[0].step()
+    assert not usage_of(root).is_unread
+    assert usage_of(root).hour.stored == 0
+
+
+def test_what_an_engine_loaded_at_its_end_is_told(root):
+    some = maintainers(root, 2)
+    steps(root, some, lambda: usage_of(root) is not None and len(usage_of(root).counted) == 2)
+    leader, other = sorted(some, key=lambda one: not one.seen.holder)
+    other.hear(loaded=1 << 20)
+    other.close()
+    leader.step()
+    assert usage_of(root).hour.loaded == 1 << 20
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_chunks_are_stored_at_first_sight_where_nothing_is_measured_and_there_is_room(
+    root, is_full
+):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    leader = some[0]._leader
+    leader._usage = replace(leader._usage, first_sight=False, others=((1 << 20) * is_full, 0))
+    leader._note_use(1.0, Space.of(root))
+    assert leader._usage.first_sight is not is_full
+
+
+def test_a_new_leader_knows_the_shares_at_its_first_look(root):
+    some = maintainers(root, 1)
+    steps(root, some, lambda: usage_of(root) is not None)
+    leader = some[0]._leader
+    limits, space = Limits(), Space.of(root)
+    leader._used = {}
+    leader._beats = [Heartbeat(n, NAME, None, limits, used=1 << 30) for n in "abcd"]
+    leader._note_use(0.0, space)
+    assert leader._usage.shares == dict.fromkeys("abcd", 250)
+    leader._beats.append(Heartbeat("late", NAME, None, limits, used=1 << 40))
+    leader._note_use(1.0, space)
+    assert "late" not in leader._usage.shares  # its life was before
