@@ -236,12 +236,17 @@ class Lookup:
             admission.resize(None if room is None else room // together, state.share)
 
     @property
+    def asks(self) -> bool:
+        """Whether the engine has ever asked for a chunk; a kv_producer never does."""
+        return self._num_asked > 0
+
+    @property
     def unread(self) -> str:
         """Why what engines stored in the last hour is not loaded, in words; "": it is, or it was little."""
         state = self._state
         if state is None or not state.is_unread:
             return ""
-        if not self._num_asked:
+        if not self.asks:
             why = "this engine never asks for chunks (a kv_producer, or its engine's own cache has all)"
         elif self._num_failed_loads > self._num_loaded:
             why = "loads fail or are given up: see load_failures"

@@ -132,8 +132,10 @@ class Watch:
                 f"no room for {self._lookup.refused_s:.0f} s: nothing is stored; a bound or keep_free is "
                 "reached and pruning does not help"
             )
-        if unread := self._lookup.unread:
-            unhealthy["written_unread"] = unread
+        if self._lookup.asks and (unread := self._lookup.unread):
+            unhealthy["written_unread"] = (
+                unread  # what a producer stores others load, and may not tell
+            )
         if self._lookup.capacity is not None:
             if self._lookup.capacity.paused:
                 unhealthy["stores_paused"] = "stores paused: the disk is full"

@@ -281,6 +281,10 @@ def test_where_nothing_is_stored_because_nothing_can_be_it_is_said(lab):
     )
     shown = run("explain", one.digest16, "--tokens", json.dumps(TOKENS), root=lab.path).stdout
     assert "the root: nothing can be stored now" in shown
+    # Engines that store what they see twice.
+    files = SharedFiles(f"{lab.path}/.fskv-maintenance")
+    files.publish_usage(dataclasses.replace(files.usage(), first_sight=False))
+    assert "store a chunk here when they see it twice" in lab.explain(one).causes
     # One that is nearly reached.
     engine(lab, one, counted=1000 << 20, max_nbytes=1 << 30)
     assert "chunks are pruned to stay within a bound: 0.98 GiB of" in lab.explain(one).causes

@@ -28,7 +28,7 @@ from rich.console import Console
 from tool_lab import fskv, run, spoil
 from world import wait_for
 
-from fskv.bounds.limits import Heartbeat, Limits, Scope, Usage
+from fskv.bounds.limits import Heartbeat, Limits, Scope, Traffic, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.index import scan
 from fskv.observe import metrics
@@ -570,3 +570,18 @@ def test_a_line_of_json_holds_no_number_that_json_has_not(capsys):
 def test_an_endless_answer_is_cut_at_its_length_long_before_its_deadline():
     with server(Engine(), "endless") as made, pytest.raises(endpoint.NoMetrics, match="8 MiB"):
         endpoint.fetch(made.url, HANG_S)
+
+
+@pytest.mark.parametrize("unread", [True, False])
+def test_the_mode_of_admission_and_what_is_never_read_are_shown(lab, unread):
+    neighbours = Neighbours(lab, lab.namespace())
+    hour = Traffic(1, 11 << 30, 0 if unread else 1 << 30)
+    usage = replace(neighbours.files.usage(), last_hour=hour, max_nbytes=4 * GIB)
+    chosen = {"first_sight": not unread, "first_hits": 5_000, "second_hits": 6_000}
+    neighbours.files.publish_usage(replace(usage, **chosen))
+    shown = " ".join(top(lab).stdout.split())
+    assert ("of 11.0 GiB stored in an hour 0 B were loaded" in shown) is unread
+    mode = "chunks seen twice" if unread else "all new chunks"
+    assert f"stores {mode}: hits 5 at first sight, 6" in shown
+    doctor = run("doctor", "--json", root=lab.path).stdout
+    assert ("stored in an hour" in doctor) is unread

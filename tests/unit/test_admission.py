@@ -7,6 +7,7 @@ import random
 import shutil
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from capacity_lab import DIGEST, NAME, holder_of, make_namespace
@@ -22,12 +23,17 @@ from fskv.bounds.admission import (
     name_of,
 )
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Heartbeat, Limits, Space, Traffic, Usage, root_state
+from fskv.bounds.limits import Heartbeat, Limits, RootState, Space, Traffic, Usage, root_state
 from fskv.bounds.maintenance import Maintainer
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.sights import SightsLog
+from fskv.config import StoreConfig
+from fskv.index.presence import RankFiles
+from fskv.offload.lookup import Lookup
+from fskv.offload.mover import News
+from fskv.offload.watch import Watch
 from fskv.root.process_id import unique_name
-from fskv.types import MAX_COUNT
+from fskv.types import MAX_COUNT, ChunkId, Status
 
 PREFIX = 20  # chunks of a made request
 
@@ -376,6 +382,38 @@ def test_where_the_last_sights_cannot_be_written_the_lease_is_given_back(root):
 def test_much_that_is_stored_and_never_read_is_told_of(stored, loaded, limit, unread):
     usage = Usage(last_hour=Traffic(1, stored, loaded), max_nbytes=limit)
     assert usage.is_unread is unread
+
+
+@pytest.mark.parametrize(
+    ("asked", "failed", "siblings", "words"),
+    [
+        (0, False, 0, "never asks"),
+        (100, True, 0, "loads fail"),
+        (100, False, 2, "2 other namespaces"),
+        (100, False, 0, "prompts part at their first chunk"),
+    ],
+)
+def test_the_likeliest_reason_is_said_once_and_a_producer_is_not_unhealthy(
+    root, caplog, asked, failed, siblings, words
+):
+    lookup = Lookup(StoreConfig(root=root, maintenance="off"))
+    lookup.attach([RankFiles(f"{root}/{NAME}", None, {0: 4096})])
+    watch = Watch(StoreConfig(root=root), lookup, 0)
+    for number in range(asked):
+        lookup.ask(ChunkId(number.to_bytes(32, "big"), 0))
+    if failed:
+        lookup.on_news(News(failed_loads={ChunkId(b"k" * 32, 0): Status.TIMED_OUT}))
+    capacity = SimpleNamespace(state=RootState(), report_use=lambda *_, **__: [])
+    with caplog.at_level("WARNING"):
+        lookup._follow(capacity)
+        assert not lookup.unread
+        for sequence in (1, 2):  # told once
+            capacity.state = RootState(sequence=sequence, is_unread=True, siblings=siblings)
+            lookup._follow(capacity)
+    assert words in lookup.unread
+    assert caplog.text.count("event=written_unread") == 1
+    assert ("written_unread" in watch._unhealthy()) is bool(asked)
+    lookup.close()
 
 
 def test_the_traffic_of_an_hour_is_added_up_and_the_next_hour_begins(root, monkeypatch):

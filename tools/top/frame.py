@@ -113,12 +113,13 @@ def _bounds(seen: survey.Survey, width: int, rows: int | None) -> RenderableType
         drawn = ProgressBar(1.0, full, width=16, complete_style=style, finished_style=style)
         cells = iec(scope.used), iec(scope.limit), Text(share(full), style)
         table.add_row(plain(name), *cells, *[drawn for _ in bar])
-    usage, told = seen.usage, ""
+    usage, body = seen.usage, Group(table)
     if usage.first_hits or usage.second_hits:
         mode = "all new chunks" if usage.first_sight else "chunks seen twice"
-        told = f"stores {mode}: hits {usage.first_hits // 1000:,} at first sight"
-        told += f", {usage.second_hits // 1000:,} at second"
-    return _panel("How full", table, told) if seen.bounds else None
+        hits = usage.first_hits // 1000, usage.second_hits // 1000
+        told = "stores {}: hits {:,} at first sight, {:,} at second".format(mode, *hits)
+        body.renderables.append(Text(told, "dim"))
+    return _panel("How full", body) if seen.bounds else None
 
 
 def _engines(seen: survey.Survey, width: int, rows: int | None) -> RenderableType | None:
