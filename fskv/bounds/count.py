@@ -41,7 +41,7 @@ _EMPTY_NS = 3600 * 1_000_000_000  # a directory of chunks that was empty for so 
 
 
 class Count:
-    """The sums and the catalogues. `nbytes`: namespace -> bytes on disk, files."""
+    """A root's sums and catalogues by namespace. `nbytes`: namespace -> bytes on disk, files."""
 
     def __init__(
         self, root: str, files: SharedFiles, lease: Lease, known: Mapping[str, tuple[int, int]]
@@ -72,7 +72,7 @@ class Count:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the catalogues lack more than a quarter of the files, so that none can be chosen."""
+        """Return whether the catalogues lack over a quarter of the files, so that no file can be chosen."""
         return 4 * self._reported.total() > self.total_nbytes
 
     @property
@@ -107,7 +107,7 @@ class Count:
     async def walk(
         self, alive: Sequence[str], late_nbytes: int, may_go_on: Callable[[], bool]
     ) -> bool:
-        """Bring catalogues and sums up to date; returns False where it was not to go on.
+        """Bring catalogues and sums up to date by a walk; returns False if the walk was told to stop.
 
         `alive`: heartbeats that were written in the last seconds.
         `late_nbytes`: so much may be written and not reported yet. Raises OSError where the root is away.
@@ -170,7 +170,7 @@ class Count:
         self._uncounted[name] = why
 
     def _judge(self, names: set[str]) -> None:
-        """Find out which of these are ours, and whose. In a worker thread: a manifest may be long."""
+        """Judge directories by their manifests, which may be long: call it in a worker thread."""
         for name in names:
             self._manifests.judge(name)
         if not self._asked_device:
@@ -195,7 +195,7 @@ class Count:
         return self.catalogues[name]
 
     def _mtimes_tell(self, alive: Sequence[str], now_ns: int) -> bool:
-        """Return whether a directory's new mtime tells of new names: else each is listed at every walk.
+        """Return whether new names change a directory's mtime; if not, every walk lists each directory.
 
         Not where nodes stamp by clocks of their own that differ (CephFS, GlusterFS): a living engine's
         heartbeat has another time than now then. Not where directories keep their mtime (s3fs): heartbeats
@@ -225,7 +225,7 @@ class Count:
     # --- what it leaves ---------------------------------------------------------------------
 
     def remove_empty(self, before_ns: int | None) -> int:
-        """Remove directories of chunks that were empty before that time, or are now; returns how many."""
+        """Remove directories of chunks that were empty before `before_ns` (None: now); returns how many."""
         return sum(self.catalogues[name].remove_empty(self._root, before_ns) for name in self.ours)
 
     def remove_namespaces(self, before_ns: int, claimed: AbstractSet[str]) -> None:

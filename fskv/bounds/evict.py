@@ -44,7 +44,7 @@ _SPARE = 1.25  # candidates, in bytes, for what is to go: some will have been us
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The wanted removals: bytes on disk and inodes, of files whose last use is before `before_ns`."""
+    """The bytes on disk and inodes to free, by removing files last used before `before_ns`."""
 
     nbytes: int = 0
     num_files: int = 0
@@ -54,14 +54,14 @@ class Need:
         return self.nbytes > 0 or self.num_files > 0
 
     def less(self, pruned: Pruned) -> Need:
-        """Return the remaining need."""
+        """Return the need that remains after `pruned`."""
         left_nbytes = self.nbytes - pruned.nbytes - pruned.vanished_nbytes
         return Need(left_nbytes, self.num_files - pruned.num_files, self.before_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chunk file as it is remembered."""
+    """A chunk file as the catalogue remembers it."""
 
     catalogue: Catalogue
     shard: int
@@ -163,7 +163,7 @@ async def evict(
 
 @dataclass(slots=True)
 class _Step:
-    """Files that were chosen at once, and the outcome of each."""
+    """The files chosen in one step, and the outcome for each file."""
 
     root: str
     need: Need
@@ -195,7 +195,7 @@ def cutoff_ns(now_ns: int, unused_s: float) -> int:
 
 
 def _oldest_first(mtimes: Any) -> Iterator[int]:
-    """Yield indices by mtime, sorting no more than are likely to be wanted."""
+    """Yield indices by ascending mtime, sorted in growing batches as the caller takes them."""
     count, done = 2 * _STEP_FILES, 0
     while done < len(mtimes):
         count = min(count, len(mtimes))
@@ -262,7 +262,7 @@ def _all_ranks(records: Any, row: int) -> list[int]:
 
 
 def _look(place: Place, records: Any, row: int, now_ns: int) -> int:
-    """Return a file's mtime, as it is or as it is remembered."""
+    """Return a file's mtime from the disk, or the remembered mtime if the disk gives none."""
     # Gone, or whatever one file can have: removing it will say why not. The others are not to wait for it.
     with contextlib.suppress(Exception):
         return clamp_mtime(place.stat(file_name(records[row])).st_mtime_ns, now_ns)
@@ -306,7 +306,7 @@ def orphaned(
     *,
     delete: bool = True,
 ) -> Iterator[Outcome]:
-    """Yield the fate of all that is no chunk file, as `remove_orphans`; without `delete` nothing goes."""
+    """Judge parts as `remove_orphans` does, and yield the outcomes; without `delete` no part goes."""
     judge = orphans(now_ns, grace_s)
     for catalogue in catalogues:
         for shard, parts in list(catalogue.parts.items()):

@@ -28,7 +28,7 @@ _NAME = re.compile(r"[0-9a-f]{16}-(.+)\.(bin|part)", re.DOTALL)
 
 
 class EvictionNews:
-    """One process's view; `directory` exists. Every call may hang; OSError where it is no directory."""
+    """One process's view of the news in `directory`. Every call may hang, and may raise OSError."""
 
     def __init__(self, shared: str, file_mode: int = 0o600) -> None:
         self.directory = f"{shared}/removed"
@@ -37,7 +37,7 @@ class EvictionNews:
         self._seen: set[str] = set()
 
     def publish(self, digest16: str, chunks: Sequence[tuple[bytes, int]]) -> None:
-        """Tell that these chunks of a namespace are gone."""
+        """Publish the names of a namespace's removed chunks."""
         with self._opened() as directory:
             for at in range(0, len(chunks), _MAX_ENTRIES):
                 self._publish(directory, digest16, chunks[at : at + _MAX_ENTRIES])
@@ -50,7 +50,7 @@ class EvictionNews:
             file.write(packed)
 
     def skip_old(self) -> None:
-        """Skip the files that are there already: they are no news to an engine that starts."""
+        """Skip the news files that exist already: an engine that starts needs only later news."""
         with self._opened() as directory:
             self._seen |= set(os.listdir(directory))
 

@@ -29,7 +29,7 @@ class MaintenanceProcess:
     """An engine's handle on its maintenance process. Nothing here waits; one thread."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
-        """Start it; raises OSError."""
+        """Start the maintenance process; raises OSError."""
         _starters[:] = [each for each in _starters if each.poll() is None]
         options = [*options, "--engine", str(os.getpid())]
         self._starter = subprocess.Popen(  # it forks the process and ends
@@ -70,7 +70,7 @@ class MaintenanceProcess:
 
     @property
     def running(self) -> bool:
-        """Return whether it runs: it has the other end of the pipe open."""
+        """Return whether the process still runs: a running process holds its end of the pipe open."""
         self._starter.poll()  # reaps it
         poll = select.poll()
         poll.register(self._stdout.fileno(), 0)
@@ -88,7 +88,7 @@ class MaintenanceProcess:
         self._say_end()
 
     def close(self) -> None:
-        """Let it end by itself; it is not waited for, since it may hang. Raises nothing."""
+        """Tell the process to end, and do not wait for it, since it may hang. Raises nothing."""
         self._say_end()
         with contextlib.suppress(OSError):
             self._stdout.close()
@@ -106,7 +106,7 @@ class MaintenanceProcess:
 
 
 class Starting:
-    """A start of it on a thread of its own: the interpreter's files may lie on a mount that hangs."""
+    """Starts the process on another thread: the interpreter's files may lie on a mount that hangs."""
 
     def __init__(self, start: Callable[[], MaintenanceProcess]) -> None:
         self._start = start
@@ -120,11 +120,11 @@ class Starting:
 
     @property
     def made(self) -> MaintenanceProcess | OSError | None:
-        """The process, or why there is none; None: it is not known yet."""
+        """The started process, or the error of its start; None while the start goes on."""
         return self._made
 
     def give_up(self) -> None:
-        """Let it end as soon as it is there."""
+        """Let the process end as soon as it has started."""
         with self._lock:
             self._given_up = True
             if isinstance(self._made, MaintenanceProcess):

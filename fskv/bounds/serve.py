@@ -34,7 +34,7 @@ _END_S = 60
 
 
 class Outbox:
-    """Messages for the engine. One that does not read must not stop us: the lease and the heartbeat go on."""
+    """Messages for the engine; an engine that reads none must not stop the lease and the heartbeat."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -42,11 +42,11 @@ class Outbox:
         self._rest = b""  # of a message that did not fit
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send it, or at least its beginning; False: the pipe is full, and the message is dropped."""
+        """Send a message, or at least its beginning; False: the pipe is full, so the message is dropped."""
         return self._flush() and self._write(msgpack.packb(message))
 
     def is_heard(self) -> bool:
-        """Return whether anybody has the other end of the pipe open."""
+        """Return whether the engine still has its end of the pipe open."""
         poll = select.poll()
         poll.register(self._fd, 0)  # POLLERR is told without being asked for
         return not poll.poll(0)

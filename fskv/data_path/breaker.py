@@ -1,4 +1,4 @@
-"""A circuit breaker for one root: after failures in a row the root is left alone for a while.
+"""A circuit breaker for one root: after failures in a row, operations skip the root for a while.
 
 Shared state: `record` and `allows` may be called from any thread; one lock orders them.
 """
@@ -23,7 +23,7 @@ PROBE_S = 5.0
 
 
 class Breaker:
-    """Closed: all operations pass. Open: none, but one every `probe_s` seconds to see if the root is back."""
+    """A closed breaker passes all operations; an open one passes a probe every `probe_s` seconds."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Return whether operations are being turned away; reading it never lets a probe through."""
+        """Return whether the breaker refuses operations; reading this lets no probe operation pass."""
         return self._failures_in_row >= self._threshold
 
     def allows(self) -> bool:
@@ -62,7 +62,7 @@ class Breaker:
             return True
 
     def trip(self) -> None:
-        """Open now: another breaker on the same root has opened."""
+        """Open this breaker, because another breaker on the same root has opened."""
         with self._lock:
             opens = not self.open
             self._failures_in_row = max(self._failures_in_row, self._threshold)
@@ -73,7 +73,7 @@ class Breaker:
             self._say_open()
 
     def record(self, status: Status) -> None:
-        """Tell how an operation ended; any answer of the disk closes the breaker."""
+        """Note the status of an ended operation; any answer of the disk closes the breaker."""
         if status in _NEUTRAL:
             return
         with self._lock:

@@ -23,7 +23,7 @@ _BYTES_PER_S = 1e9  # of one thread: moved, and checked
 
 
 def wanted_threads(answer_s: float | None, file_nbytes: int) -> int:
-    """Return how many threads a mount wants that takes so long to answer, for chunk files of this size."""
+    """Return the best number of I/O threads for a mount's answer time and this size of chunk files."""
     beside = max(0.0, (answer_s or 0.0) - _DISK_S) * _BYTES_PER_S / file_nbytes
     return min(MOST_AUTO_THREADS, round(LEAST_AUTO_THREADS * (1 + beside)))
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileSteps(Generic[SlotT]):
-    """The steps of a file on the thread that has it: into a slot, to the disk, and back. Any I/O thread."""
+    """Moves a file between pages, a slot and the disk, on the I/O thread that took the file."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FileSteps(Generic[SlotT]):
 
     @contextlib.contextmanager
     def own_slot(self) -> Iterator[OwnSlot[SlotT]]:
-        """A slot for the life of a thread; without a device or memory it costs its chunks, not the engine."""
+        """Yield an I/O thread's slot; a thread without device or memory fails its chunks, not the engine."""
         numa.pin_thread(self._cpus)
         with self._slots.own() as own:
             yield own
@@ -82,7 +82,7 @@ class FileSteps(Generic[SlotT]):
     def _load(
         self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
     ) -> tuple[Status, bool]:
-        """Return also whether to touch the file."""
+        """Load a file into its pages; return its status and whether to touch the file."""
         job, move, plan = task.job, task.move, task.move.plan
         if job.guard.abandoned:
             return Status.SKIPPED, False
@@ -103,7 +103,7 @@ class FileSteps(Generic[SlotT]):
     def _at_pages(
         self, task: FileTask, transfer: _native.Transfer[FileTask], copy: Callable[[], None]
     ) -> bool:
-        """Copy inside the job's gate, and wait for it if it is a load's; False: the job was given up."""
+        """Run `copy` inside the job's gate (a load waits for the gate); False: the job was given up."""
         before = self._clock()
         task.python_at_disk_since = math.inf  # until the pages are free
         entered = self._queue.enter(transfer)

@@ -29,7 +29,7 @@ class FileMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """A job the engine may consider done. `failed` is only ever true for loads."""
+    """The report of a job that the engine may consider done. `failed` is only ever true for loads."""
 
     job_id: int
     is_load: bool
@@ -41,7 +41,7 @@ class JobResult:
 
 
 class FileOutcome(NamedTuple):
-    """The outcome of one file; for a store it comes after the report of the job."""
+    """The outcome of one file; a stored file's outcome comes after the report of its job."""
 
     file: FileId
     is_load: bool
@@ -51,7 +51,7 @@ class FileOutcome(NamedTuple):
 
 
 class State(IntEnum):
-    """The place of a transfer in the queue and on its thread; `State` in csrc/types.h draws the ways."""
+    """The state of a transfer in the queue and on its thread; `State` in csrc/types.h draws the steps."""
 
     NEW = 0
     PARKED = 1
@@ -85,7 +85,7 @@ STATUS_OF: dict[int, Status] = {
 
 
 class Stage(Enum):
-    """The place of a file for the engine: MOVING -> (a store: WRITING) -> ENDED.
+    """The stage of a file as the engine sees it: MOVING -> (a store: WRITING) -> ENDED.
 
     The pages are in use only while it is MOVING; `State` says what its thread does with them.
     """
@@ -96,7 +96,7 @@ class Stage(Enum):
 
 
 class FileTask:
-    """One file of a job on its way."""
+    """One file of a job, its transfer and its stage."""
 
     __slots__ = (
         *("job", "move", "slot", "stage", "transfer"),
@@ -117,22 +117,22 @@ class FileTask:
 
     @property
     def started_at(self) -> float | None:
-        """When a thread took it; None before."""
+        """The time when an I/O thread took the file; None before."""
         if self.transfer is None or self.transfer.layout is None:
             return self.python_began_at
         return self.transfer.started_at
 
     @property
     def waited_s(self) -> float:
-        """Seconds that its thread waited for the job's gate."""
+        """Seconds that the file's thread waited for the job's gate."""
         if self.transfer is None or self.transfer.layout is None:
             return self.python_waited_s
         return self.transfer.waited_s
 
     def disk_s(self, now: float) -> float:
-        """Return for how long its thread has been at the disk, or has hung; 0 when it is elsewhere.
+        """Return the seconds since the file's thread went to the disk; 0 if the thread is elsewhere.
 
-        A thread that is at the pages, or waits for them, is not: copies are the device's time.
+        A thread that copies pages, or waits for them, is not at the disk: copies are the device's time.
         """
         transfer = self.transfer
         if transfer is None or self.started_at is None:
@@ -181,11 +181,11 @@ class Job:
         self.ended_at = math.inf if self.tasks else submitted_at
 
     def abandon(self) -> None:
-        """Let no thread touch its pages from the return on. Waits for memory copies only."""
+        """Let no thread touch the job's pages after this call, which waits for memory copies only."""
         self.guard.abandon()
 
     def overdue(self, now: float) -> bool:
-        """Say whether to give it up now. A deadline is the disk's: it begins anew with the event."""
+        """Return whether to give the job up; its allowed time starts anew when its event fires."""
         if not self.num_moving or now - self.submitted_at < self.allowed_s:
             return False
         fired_at = self.fired_at

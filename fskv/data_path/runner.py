@@ -142,7 +142,7 @@ class JobRunner(Generic[SlotT]):
         *,
         refused: bool = False,
     ) -> None:
-        """Start a load; all its chunks are read in parallel, ahead of any store.
+        """Start a load job; threads read all its chunks in parallel, ahead of any store.
 
         `ready` is an event after which no kernel writes the pages any more, or None. A load that is given up
         after `allowed_s`, before its deadline, was not worth more time: nothing is held against its chunks.
@@ -159,7 +159,7 @@ class JobRunner(Generic[SlotT]):
             self._submit(job, job.tasks)
 
     def submit_store(self, job_id: int, moves: Sequence[FileMove], ready: Ready | None) -> None:
-        """Start a store, after `ready`; chunks beyond the queue's limit are skipped and counted."""
+        """Start a store job after `ready`; it skips and counts chunks beyond the queue's limit."""
         job = self._begin(job_id, moves, self._deadline.max_s, ready)
         if not self._allowed(job):
             return
@@ -182,7 +182,7 @@ class JobRunner(Generic[SlotT]):
         ready: Ready | None,
         too_late: Status | None = None,
     ) -> Job:
-        """Register a job. ValueError: its id is that of an open one, whose report would be taken for its."""
+        """Register a job; raises ValueError if an open job has the same id."""
         if job_id in self._jobs:
             raise ValueError(f"job {job_id} is under way")
         if ready is not None and has_fired(ready):
@@ -233,7 +233,7 @@ class JobRunner(Generic[SlotT]):
         )
 
     def _go_on(self, job: Job, parked: list[_native.Transfer[FileTask]], fired: bool) -> None:
-        """The job's event has fired. If nobody can tell, the job ends: its pages may hold anything."""
+        """Continue a job after its event; without `fired` give it up, since its pages may hold anything."""
         self._pool.add_waiting(-job.num_ahead)
         if not fired:
             self._unreadable.append(job)
@@ -283,7 +283,7 @@ class JobRunner(Generic[SlotT]):
             self._abandon(job, Status.SKIPPED)
 
     def drop(self) -> None:
-        """Give every job up: from the return on none of their KV pages is read or written.
+        """Give every job up: after this call no thread reads or writes their KV pages.
 
         Waits for memory copies only. Loads fail, those too that have ended and were not polled: their pages
         are gone. Of stores, what a thread has gathered is still written, and all that waits is dropped, what
@@ -309,17 +309,17 @@ class JobRunner(Generic[SlotT]):
 
     @property
     def num_slots_used(self) -> int:
-        """Slots in use, those of hung threads included; an idle thread's slot is not."""
+        """Number of slots in use: hung threads' slots count, idle threads' slots do not."""
         return max(0, self._slots.num_used - self._pool.num_idle)
 
     @property
     def num_open_stores(self) -> int:
-        """Chunks that wait to be stored or are being written."""
+        """Number of chunks that wait to be stored or are being written."""
         return len(self._open_stores)
 
     @property
     def num_running(self) -> int:
-        """Files that a thread has in hand, those that hang included."""
+        """Number of files that I/O threads work on; files of hung threads count."""
         return len(self._queue.running())
 
     @property
@@ -348,7 +348,7 @@ class JobRunner(Generic[SlotT]):
     # --- what became of files -----------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take over the events of I/O threads, with few calls: this is the engine's time."""
+        """Collect the events of I/O threads in few calls, because the engine's thread runs this."""
         stored, answered = [], False
         for owner, kind, seconds in self._queue.take_events():
             task = cast("FileTask", owner)
@@ -379,7 +379,7 @@ class JobRunner(Generic[SlotT]):
             self._let_go(task)
 
     def _free(self, task: FileTask, status: Status | None = None) -> None:
-        """The pages of a file are not needed any more; of a load the status is known."""
+        """Note that a file no longer needs its pages; a load's `status` is known by then."""
         job = task.job
         if task.stage is not Stage.MOVING:
             return
@@ -393,7 +393,7 @@ class JobRunner(Generic[SlotT]):
             job.ended_at = self._clock()
 
     def _set_ended(self, task: FileTask, status: Status, seconds: float) -> bool:
-        """Note the outcome of a file; False: it was told before."""
+        """Note the outcome of a file; False: the file had an outcome already."""
         job, file, nbytes = task.job, task.move.file, 0
         if task.stage is Stage.ENDED:
             return False
@@ -411,7 +411,7 @@ class JobRunner(Generic[SlotT]):
             self._breaker.record(status)  # what never got a thread says nothing about the disk
 
     def _let_go(self, task: FileTask) -> None:
-        """No thread has a file any more: give back the slot that it had for itself."""
+        """Give back the spare slot of a file that no thread has any more."""
         self._open_stores.discard(task)
         if task.slot is not None:
             self._slots.give_back_ahead(cast("SlotT", task.slot))

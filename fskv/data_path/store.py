@@ -54,7 +54,7 @@ _LOG_WINDOW_S = 60.0
 
 
 class Directory(Protocol):
-    """The store's needs of an open namespace directory (fskv.root.root.NamespaceDir)."""
+    """The methods of fskv.root.root.NamespaceDir that the store calls."""
 
     @property
     def path(self) -> str: ...
@@ -160,7 +160,7 @@ class ChunkStore(Generic[SlotT]):
         )
 
     def _native_placement(self, pages: _native.Pages, placement: Placement) -> _native.Placement:
-        """Return where a group's blocks are, for those outside the interpreter."""
+        """Return the placement of a group's blocks in the form that `fskv._native` takes."""
         found = self._native_placements.get(placement)
         if found is None:
             found = _native.Placement(pages, placement.places)

@@ -76,23 +76,23 @@ class HangProofPool(Generic[OwnerT, ContextT]):
         return self.queue.num_idle
 
     def submit(self, *tasks: _native.Transfer[OwnerT]) -> None:
-        """Queue tasks. Bounded by the callers: each counts what it has queued."""
+        """Queue tasks; each caller limits and counts its own queued tasks."""
         self.start_threads(self.queue.push(list(tasks)), len(tasks))
 
     def start_threads(self, wanted: bool, num_tasks: int) -> None:
-        """Start threads for tasks that were pushed, if they are `wanted`."""
+        """Start missing threads for pushed tasks, if these tasks are `wanted`."""
         while wanted and num_tasks > 0 and self._start_thread_if_short():
             num_tasks -= 1
 
     def add_waiting(self, num_threads: int) -> None:
-        """Keep so many more threads, or fewer: as many are waiting and do no task."""
+        """Add `num_threads`, perhaps negative, to the kept threads: so many threads wait and run no task."""
         with self._lock:
             self.num_waiting += num_threads
 
     def write_off(self, task: _native.Transfer[OwnerT]) -> bool:
-        """The task's deadline passed: do not count on its thread any more, and replace it.
+        """Replace the thread of a task whose deadline has passed, and count that thread as hung.
 
-        Returns False where it had no thread.
+        Returns False if the task had no thread.
         """
         hangs = self.queue.write_off(task)
         if hangs:
@@ -156,7 +156,7 @@ class HangProofPool(Generic[OwnerT, ContextT]):
 
 
 def has_fired(ready: Ready) -> bool:
-    """Return whether an event has fired. One that cannot be asked has not; its waiter will get the error."""
+    """Return whether an event has fired; an event that cannot be asked counts as one that has not fired."""
     try:
         return ready.query()
     except Exception:
@@ -191,7 +191,7 @@ class Readiness:
         return True
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Let the thread end after its present wait; wait for it at most so long."""
+        """Let the thread end after its present wait, and wait at most `timeout_s` for its end."""
         self._waiting.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)

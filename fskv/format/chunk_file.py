@@ -171,7 +171,7 @@ def check_rows(rows: memoryview, first_row: int, expected: bytes) -> None:
 
 
 def check_digests(found: bytes, first_row: int, expected: bytes) -> None:
-    """The same, where `found`, as xxh3_rows gives it, was made elsewhere, say on a GPU."""
+    """Compare digests that another device computed, say a GPU, as `check_rows` compares rows."""
     num_rows = len(found) // DIGEST_NBYTES
     wanted = expected[DIGEST_NBYTES * first_row :][: len(found)]
     if found == wanted:

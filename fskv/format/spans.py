@@ -89,7 +89,7 @@ class GroupLayout:
 
     @cached_property
     def anywhere(self) -> Placement:
-        """Block 0 at the begin of each tensor: for a plan that says where it is by its `base`."""
+        """The placement of one block at offset 0 of each tensor; a plan's `base` says where the block is."""
         return Placement(self, tuple((page.tensor_idx, 0, 0, page.nbytes) for page in self.pages))
 
     @cached_property
@@ -157,17 +157,17 @@ class ChunkPlan(NamedTuple):
 
     @property
     def to_end(self) -> bool:
-        """Return whether its blocks are the last of the chunk."""
+        """Return whether the plan includes the last block of the chunk."""
         return self.first_block + len(self.block_ids) >= self.placement.layout.num_blocks
 
     @property
     def nbytes(self) -> int:
-        """KV bytes that are moved."""
+        """Number of KV bytes that this plan moves."""
         return len(self.block_ids) * self.placement.layout.block_nbytes
 
     @property
     def table(self) -> SpanTable:
-        """Int64 (n, 4), C-contiguous, a row for each Span; made anew by each call, and in csrc/pages.c.
+        """The plan's spans as int64 (n, 4), C-contiguous, made anew by each call; csrc/pages.c does the same.
 
         Sorted by payload_offset, it covers exactly those blocks' bytes of the payload; neighbours on both
         sides are one.
@@ -196,7 +196,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The table as Spans, for transports that copy one by one."""
+        """The rows of `table` as Span objects, for transports that copy one span at a time."""
         return tuple(Span(*row) for row in self.table.tolist())
 
 

@@ -27,7 +27,7 @@ def file_state(found: os.stat_result) -> State:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """An open file; `state` is from when it was opened, `size` the bytes in it then."""
+    """An open file of a checkpoint, with its state and its size in bytes at the opening."""
 
     path: str
     fd: int

@@ -43,9 +43,9 @@ class Checkpoint:
         self._files = checkpoint_state(self.place) if exists else {}
 
     def changed(self) -> bool:
-        """Say whether files are others now: an engine may have loaded those since.
+        """Return whether the checkpoint's files changed; an engine may have loaded the changed files.
 
-        They are elsewhere when a branch of the hub has moved on.
+        The files are elsewhere when a branch of the hub has moved on.
         """
         place = checkpoint_place(*self._asked)
         if place != self.place and os.path.exists(place):

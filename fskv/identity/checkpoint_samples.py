@@ -104,7 +104,7 @@ def _looks(begin: int, end: int) -> Iterator[_Range]:
 
 
 def _parts(begin: int, end: int, shape: list[int]) -> int:
-    """Return how many tensors are stacked in this one: 1 if it is none."""
+    """Return the number of tensors stacked in this tensor: 1 for a plain tensor."""
     num = shape[0] if len(shape) > 2 else 1
     return num if 1 < num <= (end - begin) // _STACKED_NBYTES else 1
 

@@ -67,7 +67,7 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class Names:
-    """Names of settings in groups: `of` gives each group one reason why its names are harmless."""
+    """The names of harmless settings in groups; each group has one reason why it is harmless."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._exact = frozenset(name for name in names if not name.endswith("*"))

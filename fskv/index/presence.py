@@ -204,7 +204,7 @@ class PresenceIndex:
         return self._ask(chunk, now, missed_before=answer is not _HIT)
 
     def flush(self) -> None:
-        """End of a scheduler step: start the probes of the keys it asked for. Never blocks."""
+        """Start the probes of keys asked for in this scheduler step, at its end. Never blocks."""
         while self._answers:
             self._take_answer()
         now = self._clock()
@@ -234,7 +234,7 @@ class PresenceIndex:
         self._pool.submit(*tasks)
 
     def mark_stored(self, chunk: ChunkId, began: int | None = None) -> bool:
-        """Our own store made the file visible: a hit from now on, whatever was known before.
+        """Note that our own store made the chunk's file visible: the chunk is a hit from now on.
 
         `began` is `num_removals` when the store was begun. If the chunk was removed since, nobody knows which
         came first: it is no hit until it is looked at again. Returns whether it is one.
@@ -248,7 +248,7 @@ class PresenceIndex:
         return True
 
     def mark_failed(self, chunk: ChunkId, status: Status) -> None:
-        """A load of it failed: it misses at once, and is looked at again after the quarantine."""
+        """Note a failed load: its chunk misses at once, and is probed again after the quarantine."""
         if status is Status.MISSING:
             self._remember(chunk, _ABSENT, self._negative_ttl_s)
         else:
@@ -260,7 +260,7 @@ class PresenceIndex:
                 del self._quarantined[next(iter(self._quarantined))]
 
     def mark_removed(self, names: Iterable[tuple[bytes, int]]) -> None:
-        """Somebody has removed these chunks, on any node: (XXH3-128 of the key, group index) each.
+        """Note chunks that any node has removed: (XXH3-128 of the key, group index) each.
 
         Older knowledge of them is no HIT any more; see the module docstring. 0.4 us a name.
         """
@@ -274,7 +274,7 @@ class PresenceIndex:
                 removed.popitem(last=False)
 
     def known_present(self, chunk: ChunkId) -> bool:
-        """Return whether a store of it would be wasted: a fresh, positive answer is in memory."""
+        """Return whether a store of the chunk would be wasted: memory has a fresh, positive answer."""
         entry = self._entries.get(chunk)
         return (
             entry is not None
@@ -328,7 +328,7 @@ class PresenceIndex:
         return answer
 
     def _make_room(self, chunk: ChunkId) -> bool:
-        """Forget the least recently asked chunk; False if somebody waits for it.
+        """Forget the least recently asked chunk; False if a request waits for its probe.
 
         Evicting what is being probed would make the requests that wait for it ask again for ever.
         """
@@ -343,13 +343,13 @@ class PresenceIndex:
     # --- removed chunks ---------------------------------------------------------------------
 
     def _is_void(self, key: Key, removals: int) -> bool:
-        """Return whether a HIT that was true after `removals` removals has been removed since."""
+        """Return whether a removal later than removal number `removals` named the chunk."""
         name = bytes.fromhex(namespace.chunk_name(key[0]))
         removal = self._removed.get((name, key[1]))
         return removal is not None and removal.number > removals
 
     def _drop_old_removals(self, now: float) -> None:
-        """Forget removals that no HIT is older than.
+        """Forget removals that are older than any HIT in memory.
 
         Called after the answers were taken and late probes given up: what is still being looked at was
         started less than `_longest_s` ago.
@@ -368,7 +368,7 @@ class PresenceIndex:
         return int(max(_MIN_BATCH, min(_MAX_BATCH, _BATCH_S / max(self._seconds_per_key, 1e-9))))
 
     def _run_probe(self, batch: _Batch, missed_before: bytes) -> None:
-        """On a pool thread: owns nothing but the call, and when it began."""
+        """Run one probe on a pool thread: note its start time, then append its answers."""
         batch.ran_at = self._clock()
         try:
             findings: Findings | None = self._probe(batch.chunks, missed_before)
@@ -407,14 +407,14 @@ class PresenceIndex:
                 entries[chunk] = hit if found else missed
 
     def _note_speed(self, seconds: float) -> None:
-        """A slower batch counts at once, a faster one by a third."""
+        """Update the seconds per key: a slower batch counts fully, a faster one by a third."""
         last = self._seconds_per_key
         self._seconds_per_key = (
             seconds if last is None else max(seconds, last + (seconds - last) / 3)
         )
 
     def _is_patient(self, until: float, now: float) -> bool:
-        """Return whether an answer may come later than then: the disk answers, and it is worth it."""
+        """Return whether to wait beyond `until` for an answer: the disk answers, and a hit is worth it."""
         return now < until + self._patience_s and now - self._answered_at <= self._timeout_s
 
     def _give_up_late_batches(self, now: float) -> None:
@@ -466,7 +466,7 @@ class RankFiles:
 def probe_chunks(
     ranks: Sequence[RankFiles], chunks: Sequence[Key], missed_before: bytes
 ) -> Findings:
-    """Look which chunks are there: of each the files of all ranks, with the right sizes.
+    """Look which chunks are on disk: all ranks' files of a chunk, with the right sizes.
 
     For PresenceIndex, on its threads; the interpreter is free meanwhile. There must be a rank. A file that
     cannot be looked at is not there; raises OSError when that is so for all of several, which speaks against

@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(slots=True)
 class Shard:
-    """The findings in one directory of chunks."""
+    """The files that a walk found in one directory of chunks."""
 
     idx: int
     dir_mtime_ns: int  # 0: it is not there; UNSETTLED: names may have changed unseen, list it again
@@ -216,7 +216,7 @@ def most_nbytes(path: str) -> int:
 
 
 def limit(shard: Shard, most: int) -> None:
-    """Have no file of a shard count for more than `most` (see `most_nbytes`)."""
+    """Limit the counted bytes of each file of a shard to `most` (see `most_nbytes`)."""
     if len(shard.records) and int(shard.records["nbytes"].max()) > most:
         shard.records = shard.records.copy()
         np.minimum(shard.records["nbytes"], np.uint64(most), out=shard.records["nbytes"])
@@ -263,7 +263,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) 
 
 
 def _listed(path: str, idx: int, now_ns: int, device: int | None) -> Shard:
-    """As `list_shard`; raises FileNotFoundError."""
+    """List one directory as `list_shard` does, but raise FileNotFoundError if it is gone."""
     by_blocks = False
     try:
         if _list_in_c is not None and device is None:

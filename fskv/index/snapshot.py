@@ -148,9 +148,9 @@ class Catalogue:
         self._put(shard, self.records(shard)[mask], UNSETTLED)
 
     def remove_empty(self, root: str, before_ns: int | None) -> int:
-        """Remove directories of chunks in which nothing was seen, and came or went since; returns how many.
+        """Remove empty directories of chunks; returns how many.
 
-        With `before_ns` only those where that was before this time. A store makes its directory again.
+        With `before_ns` only directories with an earlier mtime go. A store makes its directory again.
         """
         busy = {*self._shards, *self.parts, *self.foreign}
         removed = 0
@@ -242,7 +242,7 @@ class Catalogue:
         return catalogue
 
     def _read(self) -> None:
-        """Take the snapshot's content; raises OSError or ValueError, with nothing taken."""
+        """Fill the catalogue from the snapshot; an OSError or ValueError leaves the catalogue as it was."""
         with regular_file(self.path) as file:
             try:
                 head, records = _read_from(file)
@@ -280,7 +280,7 @@ class _Head:
 
 
 def _parse(packed: bytes) -> _Head:
-    """Return the head; raises whatever a damaged one makes of it."""
+    """Return the head of a snapshot; a damaged head may raise any exception."""
     if not packed.startswith(_HEAD):
         raise ValueError("not a snapshot, or of another version")
     unpacker = msgpack.Unpacker(max_buffer_size=_HEAD_NBYTES)
@@ -343,7 +343,7 @@ class _Possible:
         self.num_checked = 0
 
     def check(self, records: Records) -> None:
-        """Raise ValueError for records, the next ones, that no walk can have found."""
+        """Check the next records; raises ValueError for records that no walk can have found."""
         if not len(records):
             return
         shards = shard_of(records)

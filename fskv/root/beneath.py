@@ -74,7 +74,7 @@ def opened(root: str, path: str, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 @contextlib.contextmanager
 def named(path: str) -> Iterator[None]:
-    """Let an OSError name `path` instead of a name relative to a descriptor."""
+    """Make an OSError of the block name `path` instead of a name relative to a descriptor."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 
 
 class UnfitFileError(OSError):
-    """No regular file, or a longer one than may be read; `strerror` says which."""
+    """The file is no regular file or is too long to read; `strerror` says which of the two."""
 
 
 class RegularFile(NamedTuple):
@@ -70,7 +70,7 @@ def regular_file(
 
 
 def read_small(path: str, most_nbytes: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file; UnfitFileError where that is more. See `regular_file`."""
+    """Return the content of a regular file; UnfitFileError for a longer file. See `regular_file`."""
     with regular_file(path, follow=follow) as file:
         content = file.read(most_nbytes + 1)
     if len(content) > most_nbytes:
@@ -133,7 +133,7 @@ def publishing(
 
 
 def name_exclusively(part: str, name: str, part_dir_fd: int | None, dir_fd: int | None) -> None:
-    """Have a file be called `name` as well; FileExistsError if anything is."""
+    """Link a file to `name` as well; FileExistsError if that name exists."""
     # link() never replaces, and is exclusive across NFS nodes (measured: 200 of 200).
     try:
         os.link(part, name, src_dir_fd=part_dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
@@ -149,7 +149,7 @@ def name_exclusively(part: str, name: str, part_dir_fd: int | None, dir_fd: int 
 
 
 def retry_stale(call: Callable[[], _T]) -> _T:
-    """Call once more after ESTALE: normal on NFS, from any call, and gone the second time."""
+    """Repeat a call once after ESTALE: any call on NFS may raise it, and the second call usually succeeds."""
     try:
         return call()
     except OSError as error:

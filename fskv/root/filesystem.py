@@ -45,7 +45,7 @@ class Space:
 
     @property
     def unused_nbytes(self) -> int:
-        """Unused bytes, those included that this user cannot have."""
+        """Unused bytes of the file system; bytes reserved for other users count too."""
         return self.free_nbytes + self.reserved_nbytes
 
     @classmethod
@@ -55,7 +55,7 @@ class Space:
 
     @classmethod
     def believed(cls, info: os.statvfs_result) -> Space:
-        """Return the believable part of an answer of statvfs. Pure."""
+        """Return the space that statvfs reports; impossible numbers become zeros or limits. Pure."""
         unit = unit_nbytes(info)
         # Below zero what is kept for root is in use. -1 is what many say who have no such number.
         free = 0 if -info.f_blocks <= info.f_bavail < -1 else info.f_bavail
@@ -72,7 +72,7 @@ def unit_nbytes(info: os.statvfs_result) -> int:
 
 
 def _pair(total: int, free: int) -> tuple[int, int]:
-    """Return (total, free), zeros where they contradict each other."""
+    """Return (total, free), or zeros if the two numbers contradict each other."""
     return (total, free) if 0 <= free <= total else (0, 0)
 
 
@@ -126,7 +126,7 @@ def block_nbytes(info: os.stat_result) -> int:
 
 
 def length(info: os.stat_result) -> int:
-    """Return a file's length in bytes, within the numbers that can be added up."""
+    """Return a file's length in bytes, at least 0 and at most MAX_COUNT."""
     return max(0, min(info.st_size, MAX_COUNT))
 
 

@@ -59,7 +59,7 @@ class Manifests:
             return error.errno not in _GONE
 
     def gone(self, names: Iterable[str]) -> set[str]:
-        """Return those of them that are gone; raises OSError if the root is away and nothing is known."""
+        """Return the given directories that are gone; raises OSError if the root itself is away."""
         missing = {name for name in names if not self.is_there(name)}
         if missing:
             os.stat(f"{self._root}/{FORMAT_FILE}")
@@ -70,7 +70,7 @@ class Manifests:
         return self._look(name) or ()
 
     def _look(self, name: str) -> tuple[int, ...] | None:
-        """As `state`; None where nobody can tell now."""
+        """Return what `state` returns, or None after an error that proves nothing."""
         try:
             with opened(self._root, f"{self._root}/{name}", os.O_PATH) as fd:
                 info = os.stat(MANIFEST_FILE, dir_fd=fd, follow_symlinks=False)
@@ -110,7 +110,7 @@ class Manifests:
 
 
 def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:
-    """Return those of the directories whose manifest describes them, and that no link leads to."""
+    """Return the directories that have a manifest that describes them, and that are no links."""
     found = []
     for name in names:
         with contextlib.suppress(Exception):  # anything may be in a manifest

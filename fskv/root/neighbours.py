@@ -18,7 +18,7 @@ _MAX_FIELDS = 5  # that are named; another model's that differs in more is not
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The other namespaces of the same architecture, in short."""
+    """A summary of a root's other namespaces of the same architecture."""
 
     empty: bool  # nothing is stored in the namespace itself
     num_of_model: int  # others with the same name of a model
@@ -45,7 +45,7 @@ class Neighbours:
 
 
 def look_around(root: str, identity: Identity) -> Neighbours:
-    """Look beside the namespace of `identity`. Raises OSError."""
+    """Return the neighbours of the namespace of `identity`. Raises OSError."""
     own = namespace.directory(identity)
     arch, _, name = own.rpartition("/")
     model = name.rpartition("@")[0]
@@ -68,7 +68,7 @@ def look_around(root: str, identity: Identity) -> Neighbours:
 
 
 def beside(root: str, identity: Identity) -> str:
-    """Return the line of `Neighbours`; "" where it cannot be known."""
+    """Return the line of `Neighbours`, or "" if the root cannot be read."""
     with suppress(OSError):
         return str(look_around(root, identity))
     return ""

@@ -27,7 +27,7 @@ def read_prefill_rate(directory: NamespaceDir) -> float | None:
 
 
 def write_prefill_rate(directory: NamespaceDir, rate: float) -> None:
-    """Leave tokens a second for the next engine. Touches the disk; raises OSError."""
+    """Write the prefill rate, in tokens a second, for the next engine. Raises OSError."""
     if not directory.writable or not math.isfinite(rate):
         return
     above = directory.root or directory.path

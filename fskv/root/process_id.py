@@ -43,7 +43,7 @@ GRACE_S = 3600.0
 
 
 def unique_name() -> str:
-    """Return a name that no other process on any node uses, and this one only once."""
+    """Return a new name on each call, unique among all processes on all nodes."""
     # next() on itertools.count is atomic under the GIL; a forked child differs by its pid.
     return f"{HOST}-{os.getpid()}-{TOKEN}-{next(_COUNTER)}"
 

@@ -52,7 +52,7 @@ Judge = Callable[[str, os.stat_result], str]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome for one name."""
+    """The outcome of looking at, and perhaps removing, one directory entry."""
 
     path: str
     fate: Fate
@@ -89,7 +89,7 @@ class Tally:
 
 
 def always(what: str) -> Judge:
-    """Return the judge of things that all go, and are called so."""
+    """Return a judge that removes every entry and reports each one as `what`."""
     return lambda *_: what
 
 
@@ -97,7 +97,7 @@ _ANYTHING = always("")
 
 
 def orphans(now_ns: int, grace_s: float = GRACE_S, prefix: str = "") -> Judge:
-    """Return a judge of parts: orphaned ones go. All that is no part is foreign.
+    """Return a judge that removes orphaned parts, keeps other parts, and calls all else foreign.
 
     `now_ns` is the file system's own clock. Parts have `prefix` before their names.
     """
@@ -113,7 +113,7 @@ def orphans(now_ns: int, grace_s: float = GRACE_S, prefix: str = "") -> Judge:
 
 
 class Place:
-    """A directory of a root that stays the same one while things in it are looked at and removed.
+    """An open directory of a root: one descriptor serves to look at entries and to remove them.
 
     Raises OSError where the root is not there, or is a stale handle: then nothing is known to be gone. Where
     only the directory cannot be opened, `error` says why, and is the outcome of each call.
@@ -147,7 +147,7 @@ class Place:
                 os.close(self.fd)
 
     def names(self) -> list[str]:
-        """List it; raises OSError."""
+        """List the directory's names; raises OSError."""
         if self.error is not None:
             raise self.error
         return sorted(os.listdir(self.fd))
@@ -159,7 +159,7 @@ class Place:
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def remove(self, name: str, judge: Judge = _ANYTHING, *, directory: bool = False) -> Outcome:
-        """Remove a regular file, or an empty `directory`, if it is to go by `judge`."""
+        """Remove a regular file, or an empty `directory`, if `judge` says so."""
         path, what, info = f"{self.path}/{name}", "", None
         is_one, take = (stat.S_ISDIR, os.rmdir) if directory else (stat.S_ISREG, os.unlink)
         try:
@@ -254,7 +254,7 @@ def remove_namespace(
 def remove_directory(
     root: str, path: str, judge: Judge = _ANYTHING, *, delete: bool = True
 ) -> Outcome:
-    """Remove a directory below a root if it is empty, and to go by `judge`; else it STAYS."""
+    """Remove an empty directory below a root if `judge` says so; else it STAYS."""
     above, name = os.path.split(path)
     with Place(root, above, delete=delete) as place:
         return place.remove(name, judge, directory=True)

@@ -59,7 +59,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class NamespaceDir:
-    """One namespace on disk: where its chunks and parts are. Names only; any thread."""
+    """The paths of one namespace's chunks and parts. It touches no disk; any thread may use it."""
 
     path: str
     digest: bytes
@@ -411,7 +411,7 @@ def _os_errors_as_root_errors(path: str) -> Iterator[None]:
 
 
 def _who_may(path: str) -> str:
-    """Return owner and mode of the nearest visible entry on a path, and the ids of this process."""
+    """Describe owner and mode of the nearest visible entry on a path, and this process's ids."""
     while True:
         try:
             info = os.stat(path)

@@ -95,7 +95,7 @@ def open_transport(
 
 
 class _NoGdsError(Exception):
-    """Why GDS is not used."""
+    """The reason why the transport does not use GDS."""
 
 
 def _open_gds(
@@ -108,7 +108,7 @@ def _open_gds(
     file_mode: int,
     fsync: bool,
 ) -> GdsTransport:
-    """Raises _NoGdsError."""
+    """Open the GPUDirect Storage transport; raises _NoGdsError."""
     if device is None:
         raise _NoGdsError("the KV is not on CUDA")
     if probe_dir is None:

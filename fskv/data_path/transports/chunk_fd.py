@@ -22,7 +22,7 @@ OPEN_PART = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ChunkFd:
-    """An open chunk file, as far as it is the same for every transport."""
+    """An open chunk file: the methods that all transports share."""
 
     def __init__(self, fd: int, path: str, info: os.stat_result) -> None:
         self.fd = fd

@@ -63,7 +63,7 @@ class Driver:
     def relax(self) -> int:
         """Let no wait or allocation of this thread spoil a graph that the engine captures, from now on.
 
-        Returns the mode of before.
+        Returns the thread's mode before this call.
         """
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -71,7 +71,7 @@ class Driver:
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Relax this thread meanwhile."""
+        """Call `relax` for this thread, and restore its mode at the end of the block."""
         mode = ctypes.c_int(self.relax())
         try:
             yield
@@ -176,7 +176,7 @@ class CudaDevice:
 
     @property
     def memory(self) -> list[tuple[int, int]]:
-        """Address and bytes of each tensor."""
+        """Address and length in bytes of each KV tensor."""
         return [(tensor.data_ptr(), tensor.numel()) for tensor in self._flat]
 
     # --- buffers ----------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class CudaDevice:
         return self._driver
 
     def address(self, buffer: CudaBuffer) -> tuple[int, int]:
-        """Return where a buffer is on the device, and its bytes."""
+        """Return a buffer's address on the device and its length in bytes."""
         return buffer.allocation.address + buffer.offset, buffer.tensor.numel()
 
     def io_context(self) -> contextlib.AbstractContextManager[None]:

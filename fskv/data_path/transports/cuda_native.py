@@ -24,7 +24,7 @@ _TRIAL_NBYTES = 256 << 10
 
 
 class NativeCuda:
-    """The pages of a device, and registered host memory for slots if there are any. Any thread."""
+    """Copies between a device's pages and slots in registered host memory. Any thread may call it."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Facts(NamedTuple):
 
 
 def bounces(facts: Facts) -> bool:
-    """Return whether kvikio carried the probe's bytes through host memory; the host path does that better."""
+    """Return whether kvikio copied the probe's bytes through host memory, which the host path does better."""
     if facts.num_cufile is None:
         return bool(facts.prefers_compat)
     return facts.num_cufile == 0 and bool(facts.num_posix)

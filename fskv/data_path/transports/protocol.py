@@ -5,8 +5,8 @@ check: the store does. All bytes pass through slots of fskv, because a read into
 abandoned at its deadline: the engine would give the pages to another request, and late bytes would corrupt
 it.
 
-The threads of a JobRunner and of its `wait` call. A slot belongs to one thread at a time, which `SlotPool`
-enforces.
+The I/O threads of a JobRunner and the thread of its `wait` call use a transport. `SlotPool` gives a slot to
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SlotT_contra = TypeVar("_SlotT_contra", contravariant=True)
 
 
 class Ready(Protocol):
-    """An event of a device's stream; torch.cuda.Event is one."""
+    """The interface of an event of a device's stream, such as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return whether it has fired."""
+        """Return whether the event has fired."""
 
     def synchronize(self) -> None:
-        """Return when it has fired."""
+        """Wait until the event has fired."""
 
 
 class OpenChunk(Protocol[_SlotT_contra]):
@@ -117,7 +117,7 @@ class Transport(Protocol[SlotT]):
         """Create `path` exclusively with the slot's first `nbytes`; raises a ChunkError, leaving no file."""
 
     def close(self) -> None:
-        """Release registered memory; parked slots stay as they are. Never waits for a disk."""
+        """Release registered memory, but not that of parked slots. Never waits for a disk."""
 
 
 class SlotPool(Generic[SlotT]):
@@ -174,10 +174,9 @@ class SlotPool(Generic[SlotT]):
                 self.give_back(own.slot)
 
     def complete(self, own: OwnSlot[SlotT]) -> bool:
-        """Add the missing resources of the calling thread; False: it can do nothing, the device is not its
-        own.
+        """Add the missing resources of the calling thread; False: the thread cannot work without its device.
 
-        A thread lives on without it: another one in its place would fare no better.
+        The thread lives on without its device: another thread in its place would fare no better.
         """
         if not own.entered:
             try:
@@ -218,7 +217,7 @@ class SlotPool(Generic[SlotT]):
 
 
 class OwnSlot(Generic[SlotT]):
-    """An I/O thread's own: a slot, None without memory, and whether the device is the thread's."""
+    """The slot of one I/O thread (None without memory), and whether the device is current there."""
 
     __slots__ = ("entered", "slot")
 

@@ -245,7 +245,7 @@ class FskvAdapter(L2AdapterInterface):
     def _move(
         self, move: _Call, keys: Sequence[Any], objects: Sequence[Any], until: float
     ) -> list[bool]:
-        """Store or load objects, those that can be begun in time; returns which are good."""
+        """Store or load the objects that can begin in time; return the success of each object."""
         asked: list[tuple[ObjectKind | None, Any]] = []
         for key, obj in zip(keys, objects, strict=True):
             shapes, dtypes = obj.meta.shapes, obj.meta.dtypes
@@ -259,7 +259,7 @@ class FskvAdapter(L2AdapterInterface):
         return self._by_kind(move, asked, self._config.deadline.max_s, until)
 
     def _by_kind(self, call: _Call, asked: _Asked, wait_s: float, until: float) -> list[bool]:
-        """Call once for each kind; returns the answer for each object, False if it came too late."""
+        """Make one call for each kind of objects; return each object's answer, False if it came too late."""
         places: dict[ObjectKind, dict[int, Any]] = {}
         for place, (kind, one) in enumerate(asked):
             if kind is not None and one is not None:

@@ -91,7 +91,7 @@ class FskvStorage(hicache.HiCacheStorage):
             self._store.close()
 
     def _usable(self) -> BlockingStore | None:
-        """Return the store, None while SGLang waits for its threads: they may have many calls to go."""
+        """Return the store; None while SGLang waits for its threads, as these may make many more calls."""
         return None if server.stopping.is_set() else self._store
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -192,7 +192,7 @@ class FskvStorage(hicache.HiCacheStorage):
         return False
 
     def clear(self) -> None:
-        """Remove nothing: the files may be other engines' too."""
+        """Remove no file, since other engines may use the same files."""
         logger.warning("fskv: files are not removed from here; use `fskv rm` or `fskv prune`")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def around(cls: type, name: str, code: Callable[..., Any]) -> None:
-    """Have each call of a method be one of `code(method, self, ...)`, for the life of the process, once.
+    """Replace a class's method once, for good: each call becomes `code(method, self, ...)`.
 
     A vLLM without the method stays as it is.
     """

@@ -34,7 +34,7 @@ Reports = dict[int, list[JobResult]]  # by job id: what became of a load, one of
 
 @dataclass
 class _Asked:
-    """A request, until it ends."""
+    """The hit and the decision of one request, kept until the request ends."""
 
     found: int = 0  # tokens, since it was admitted last
     taken: int = 0  # of these
@@ -68,12 +68,12 @@ class LoadBudget:
 
     @property
     def prefill_per_s(self) -> float | None:
-        """Prompt tokens that a second of steps computes; None: not measured yet."""
+        """The prompt tokens that steps compute in a second; None: not measured yet."""
         return self._tokens / self._seconds if self._tokens else None
 
     @property
     def _is_sure(self) -> bool:
-        """True if a step was long enough to tell other engines of: the tail of a hit is not."""
+        """True if a measured step computed enough tokens for a rate that other engines may use."""
         return self._largest_step >= _LEAST_STEP_TOKENS
 
     def recompute_s(self, tokens: int) -> float | None:
@@ -137,7 +137,7 @@ class LoadBudget:
         self._last_output_at = now
 
     def on_loads(self, reports: Reports) -> None:
-        """Workers tell how loads ended, each rank in its own time."""
+        """Note the workers' reports about ended loads; each rank reports in its own time."""
         for job_id in reports.keys() & self._loads.keys():
             load = self._loads[job_id]
             load.told += reports[job_id]

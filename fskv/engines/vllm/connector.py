@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FskvWorkerMetadata(OffloadingWorkerMetadata):
-    """News of one rank for the scheduler; `aggregate` merges the ranks."""
+    """One rank's news for the scheduler; `aggregate` merges the news of all ranks."""
 
     news: News = field(default_factory=News)
     loads: Reports = field(default_factory=dict)

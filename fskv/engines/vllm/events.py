@@ -59,7 +59,7 @@ class KvEvents:
         return cls(min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCED_TOKENS // tokens_per_chunk)))
 
     def stored(self, chunk: ChunkId) -> None:
-        """Every rank's file of the chunk is visible; says so unless it was said before."""
+        """Announce a chunk with visible files of all ranks, unless it was announced before."""
         name = _name(chunk)
         if name in self._announced:
             self._announced.move_to_end(name)
@@ -71,11 +71,11 @@ class KvEvents:
             self._take_back(next(iter(self._announced)))
 
     def removed(self, chunk: ChunkId) -> None:
-        """A file of the chunk is gone or worthless."""
+        """Take back the announcement of a chunk: one of its files is gone or worthless."""
         self._take_back(_name(chunk))
 
     def removed_names(self, names: Iterable[tuple[bytes, int]]) -> None:
-        """Chunks are gone of which only the names of the files are known: (16-byte digest, group index)."""
+        """Take back the announcements of removed chunks, named by (16-byte digest, group index)."""
         for digest, group_idx in names:
             self._take_back(digest + group_idx.to_bytes(4, "big"))
 
@@ -88,12 +88,12 @@ class KvEvents:
         self._again = iter(())
 
     def remove_all(self) -> None:
-        """Take everything back: the cache is about to be reset, and vLLM says nothing of its own."""
+        """Take all announcements back before a reset of the cache; vLLM sends no event for it."""
         for name in list(self._announced):
             self._take_back(name)
 
     def say_again(self) -> None:
-        """All that is announced is news again, a part in each step: a router has been told to forget it."""
+        """Announce all chunks again, some in each step, because a router was told to forget them."""
         self._news = [(True, key) for removed, key in self._news if removed]
         self._again = iter(list(self._announced))
 

@@ -37,7 +37,7 @@ class FailedLoads:
         self._scheduler: Scheduler | None = None
 
     def failed(self, req_ids: Iterable[str] | None) -> None:
-        """The loads of these have failed."""
+        """Note the requests whose loads have failed."""
         requests = getattr(self._scheduler, "requests", {})
         for req_id in req_ids or ():
             if req_id in requests:

@@ -42,7 +42,7 @@ _LOSE_PAGES = {"sleep", "discard"}
 
 @dataclass
 class Loaded:
-    """One worker's model, from before it is loaded on."""
+    """The model of one worker, noted before the worker loads it."""
 
     worker: Any  # a weak reference
     before: dict[str, dict[str, tuple[int, ...]] | str] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class _Prefix:
     num_used: int = 0  # chunks of the group with the smallest ones, that the admission was told of
 
     def depth(self, end: int) -> int:
-        """Return how deep a chunk is whose last token is the `end`-th."""
+        """Return the depth in the prefix of a chunk that ends with the `end`-th token."""
         return (end - 1) // min(size for size, _ in self.groups)
 
 
@@ -290,7 +290,7 @@ class FskvManager(OffloadingManager):
         self._most_tokens[req_id] = num_tokens
 
     def on_news(self, news: News) -> None:
-        """Take the news of the workers."""
+        """Apply the news that the workers sent."""
         self._watch.note(news)
         self.chunks.on_news(news)
 
@@ -363,7 +363,7 @@ class FskvManager(OffloadingManager):
             self._note_use(req_id, prefix, most)
 
     def _stores_all_of(self, req_context: ReqContext) -> bool:
-        """Whether chunks of a request are stored without a question: others wait for them."""
+        """Return whether all chunks of a request are stored unasked, because other requests wait for them."""
         asked = (req_context.kv_transfer_params or {}).get(STORE_ALL)
         return not self._loads or asked is True
 
@@ -406,14 +406,14 @@ class FskvManager(OffloadingManager):
         self._note_use(req_context.req_id, prefix, last)
 
     def begin_use(self, keys: Sequence[OffloadKey], *, there: bool) -> int:
-        """Return the number of a use of these, which are moved together, and `there` where they are loaded.
+        """Begin a use of chunks that move together, and return its number; `there`: the chunks are loaded.
 
         For the tier: vLLM does not tell it of requests that are admitted.
         """
         return self._uses.begin(keys, there * len(keys))[0].number if keys else 0
 
     def take_touches(self) -> list[ChunkKeys]:
-        """Return the chunks that are used and not loaded, since the last call."""
+        """Return the chunks that requests used without a load since the last call."""
         taken, self._touches = self._touches, []
         return taken
 
@@ -424,7 +424,7 @@ class FskvManager(OffloadingManager):
         req_context: ReqContext,
         allowed_s: float = math.inf,
     ) -> ChunkKeys:
-        """Name the chunks of a job, with the use that they are of."""
+        """Return the `ChunkKeys` of a job's chunks, with the number of the prefix's use."""
         prefix = self._prefixes.get(req_context.req_id)
         if prefix is None or not keys:
             return ChunkKeys(chunks, allowed_s)

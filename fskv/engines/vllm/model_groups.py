@@ -182,7 +182,7 @@ def _choose_as_on_gpus() -> None:
 
 
 def _stub_what_keeps_no_kv() -> None:
-    """Leave out experts, and libraries of images and kernels that are not installed."""
+    """Replace experts, and missing libraries for images and kernels, by empty stand-ins."""
     layers: Any = fused_moe
     layers.FusedMoEFactory = MagicMock()
     classes: Any = registry

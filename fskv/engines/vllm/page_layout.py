@@ -85,7 +85,7 @@ class _Page:
 
     @classmethod
     def of(cls, bound: torch.Tensor, num_blocks: int) -> _Page:
-        """Make the page of one block: outer strides span all blocks of the engine, in a page only one."""
+        """Make the page of one block: its outer strides span one block, not all blocks of the engine."""
         of_blocks = block_axis(bound, num_blocks)
         shape, strides = [*bound.shape], [*bound.stride()]
         shape[of_blocks] //= num_blocks

@@ -36,7 +36,7 @@ _MAX_PIECES = 4096  # of one layer's block: more than tokens or heads of any
 
 @dataclass(frozen=True)
 class Places:
-    """The bytes of each block in a layer.
+    """The places of each block's bytes in one layer.
 
     `pieces` are (offset, length) of the bytes of block 0. Those of block b lie `b * stride` bytes later.
     """
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, bound: Sequence[torch.Tensor], num_blocks: int, nbytes: int) -> Places:
-        """Find them, `nbytes` of a block in all; raises ValueError where strides do not say it."""
+        """Find the `nbytes` bytes of each block from strides; raises ValueError if strides do not tell."""
         runs: _Runs = []
         strides = set()
         for tensor in bound:

@@ -57,7 +57,7 @@ def callers(method: str | None = None) -> Iterator[Any]:
 
 
 def _caller(fits: Callable[[Any], bool], method: str | None = None) -> Any:
-    """Return the nearest caller that fits; None if none does."""
+    """Return the nearest calling object that fits; None if no caller fits."""
     return next((each for each in callers(method) if fits(each)), None)
 
 
@@ -205,7 +205,7 @@ def _most_stored(scheduler: OffloadingConnectorScheduler, req_id: str) -> float:
 
 
 def mended_reset_cache(of_vllm: Any, self: OffloadingConnectorScheduler) -> None:
-    """Have a reset store no block again that may be another request's by now.
+    """Make a reset store no block again if another request may own the block by now.
 
     vLLM (0.32) sets next_stored_chunk_idx to 0, so that running requests store all their chunks again. In
     groups with a window or a state the blocks before it have been freed and used again, and only those from
@@ -286,7 +286,7 @@ def mended_remaining_blocks(of_vllm: Any, self: Scheduler, request: Request) -> 
 
 
 def release_reservation(scheduler: Scheduler, request: Request) -> None:
-    """Have a scheduler reserve nothing any more for a request that has no blocks."""
+    """Make a scheduler drop its reservation for a request that has no blocks."""
     scheduler._inflight_prefills.discard(request)  # noqa: SLF001
 
 
@@ -294,7 +294,7 @@ def release_reservation(scheduler: Scheduler, request: Request) -> None:
 
 
 def load_last_chunks(scheduler: OffloadingConnectorScheduler) -> None:
-    """Have groups with layers of a draft store and hit as all others do.
+    """Make groups with a draft model's layers store and hit as all other groups do.
 
     vLLM 0.32 leaves out the last chunk of each hit in a group with layers of an MTP draft, and stores windows
     only where a whole hit ends. So a model with windows hits nothing of what it has stored, and other models

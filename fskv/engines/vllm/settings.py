@@ -55,7 +55,7 @@ def counting_settings(vllm_config: VllmConfig) -> dict[str, Json]:
 
 
 def _resolve(values: dict[str, Any]) -> None:
-    """Drop values that are the default by another name."""
+    """Drop the settings that spell their default value in another way."""
     # The meaning of "auto" if vLLM has the model.
     if values.get("model_config.model_impl") == "vllm":
         del values["model_config.model_impl"]

@@ -138,7 +138,7 @@ class FskvWorker(OffloadingWorker):
         self.mover.free_pages(job_ids)
 
     def touch(self, keys: ChunkKeys) -> None:
-        """These chunks are used, by a request that does not load them all."""
+        """Note a use of chunks by a request that does not load all of them."""
         self.mover.touch(
             [
                 (FileId(chunk.key_hash, chunk.group_idx, file_rank), use)

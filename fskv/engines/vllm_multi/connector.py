@@ -207,7 +207,7 @@ class FskvMultiConnector(MultiConnector):
         super().update_connector_output(connector_output)
 
     def _aggregate_request_finished(self, request: Request, per_connector_fn: Any) -> Any:
-        """Both of vLLM's ways for a request to end come through here."""
+        """Drop a request's state at its end; both of vLLM's ways to end a request call this."""
         for table in (self._waits_since, self._given_up, self._failed):
             table.pop(request.request_id, None)
         return super()._aggregate_request_finished(request, per_connector_fn)

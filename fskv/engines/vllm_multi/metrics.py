@@ -27,7 +27,7 @@ OWN = "FskvMultiConnector"  # the id of what the choice itself counts
 
 
 def stats_id(name: str, transfer: KVTransferConfig) -> str:
-    """Return a child's id: it must tell the class to a process that has nothing else."""
+    """Return a child's id, which names the child's class to a process without the child."""
     return f"{name}|{transfer.kv_connector}|{transfer.kv_connector_module_path or ''}"
 
 

@@ -89,7 +89,7 @@ def ask_workers(spec: OffloadingSpec, config: StoreConfig, row_nbytes: int, mark
 
 
 def combine(reports: Sequence[Report], world_size: int, row_nbytes: int) -> Report:
-    """Make one of the reports; raises ConfigError unless they are of one engine and fit a row."""
+    """Merge the workers' reports; raises ConfigError unless one engine made them and they fit a row."""
     reports = sorted(reports, key=lambda r: r.rank)
     if [r.rank for r in reports] != list(range(world_size)):
         raise ConfigError(
