@@ -202,7 +202,7 @@ def config(name: str) -> Any:
 
 
 def _tune(network: Any) -> None:
-    """Change the weights that would make cached data irrelevant."""
+    """Change the weights, so that the model's tokens depend on its cached KV."""
     model_type = network.config.model_type
     for name, weight in network.named_parameters():
         if name.endswith("linear_attn.A_log"):

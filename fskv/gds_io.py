@@ -89,7 +89,7 @@ class GdsTransport:
         file_mode: int = 0o600,
         fsync: bool = False,
     ) -> None:
-        """`pages` are the engine's, on `device`.
+        """`pages` are the engine's KV pages, on `device`.
 
         Raises ImportError or OSError without kvikio or what it needs, and for one that is too old.
 
@@ -160,7 +160,7 @@ class GdsTransport:
             raise ChunkIOError(f"rows cannot be checked on the GPU: {error}", errno.EIO) from error
 
     def close(self) -> None:
-        """Deregister the slots, and refuse I/O from now on; a parked one follows when its I/O is over."""
+        """Deregister the slots, and refuse new I/O; a slot under I/O follows when that I/O is over."""
         with self._lock:
             self._closed = True
             idle = [slot for slot in self._slots if not slot.num_io]
@@ -174,7 +174,7 @@ class GdsTransport:
             self._slots.remove(slot)
 
     def _deregister(self, slot: GdsSlot) -> None:
-        """Before its memory is freed, and never under a transfer. Once."""
+        """Deregister a slot once, before its memory is freed and never under a transfer."""
         with self._lock:
             if not slot.registered:
                 return

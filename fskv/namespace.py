@@ -73,7 +73,7 @@ class GroupIdentity:
 def layout_digest(group: GroupIdentity, blocks_per_chunk: int, inside: Json = None) -> bytes:
     """Return 16 bytes over everything beyond the namespace that must agree for pages to be interchangeable.
 
-    `inside` is how pages are laid out inside where the namespace does not say it: with pipeline stages.
+    `inside` describes the layout inside of pages where the namespace lacks it: with pipeline stages.
     """
     facts: dict[str, Json] = {
         "group": group.group_idx,

@@ -65,7 +65,7 @@ def parse_keep_free(name: str, value: Any) -> int | Share:
 
 
 def _meant(value: Any) -> str:
-    """Return a question, "" where nothing can be guessed."""
+    """Return a question that offers the likely meaning; "" without a guess."""
     near = _NEAR_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     meant = f"{near[1]}{(near[2] or 'G').upper()}iB" if near else ""
     return f"; did you mean {meant}?" if near and meant != value.strip() else ""

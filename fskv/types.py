@@ -29,7 +29,7 @@ class Status(Enum):
 
     @property
     def good(self) -> bool:
-        """The chunk's bytes are where the caller wanted them."""
+        """True if the chunk's bytes are where the caller wanted them."""
         return self in (Status.OK, Status.EXISTS)
 
 
@@ -49,7 +49,7 @@ class ChunkId(NamedTuple):
 
 
 class FileId(NamedTuple):
-    """Names one file of a chunk: `rank` is what stands for a rank in its name, None where nothing does."""
+    """Names one file of a chunk: `rank` is the rank in the file's name, None for a name without one."""
 
     key_hash: bytes
     group_idx: int

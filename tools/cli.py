@@ -77,7 +77,7 @@ def load(name: str) -> Any:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Let a terminal break the lines."""
+    """Join the lines of each paragraph: a terminal breaks them."""
     return "\n\n".join(
         " ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n")
     )
@@ -217,9 +217,9 @@ def _interrupted(number: int, ended: BaseException) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Stand in for streams that were closed (`>&-`): no file of a root is to get the number of one.
+    """Replace streams that were closed (`>&-`): no file of a root may get the number of a stream.
 
-    Nothing comes from stdin then, what goes to stderr is lost, and what goes to stdout is an error.
+    The new stdin is empty, the new stderr discards its text, and a write to the new stdout fails.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -105,7 +105,7 @@ class Room:
         self.refusal: str | None = None  # why nothing more may be written; it stays so
 
     def take(self, tenant: str | None, nbytes: int) -> bool:
-        """Count bytes that are about to be written; False where there is no room for them."""
+        """Count bytes before they are written; False where the destination has no room for the bytes."""
         with self._lock:
             if time.monotonic() - self._looked_at >= _LOOK_S:
                 self._look()
@@ -169,7 +169,7 @@ def _refuse_what_its_owner_could_not_read(root: Root) -> None:
 class Copier:
     """Copies files of one namespace into a root; any number of threads.
 
-    A root that is not writable is only compared with.
+    For a root that is not writable it only compares.
     """
 
     _large = threading.Lock()
@@ -314,6 +314,6 @@ _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 
 def _in_destination(error: OSError, directory: str) -> ChunkError:
-    """Return an error of the destination's disk: never one of the source's file."""
+    """Return an error that blames the destination's disk, and never the source's file."""
     found = chunk_error_from_os(error, directory)
     return found if isinstance(found, ChunkIOError) else ChunkIOError(str(found), error.errno)

@@ -40,7 +40,7 @@ def outcome(*, problems: object, partial: object) -> Exit:
 
 
 def leave(number: int = 2, *_: object) -> NoReturn:
-    """Handle a signal where nothing is begun, or where one came before: end at once. 2 is SIGINT."""
+    """End the process for a signal that comes before any work, or after another signal. 2 is SIGINT."""
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # a progress bar has hidden the cursor
     os._exit(128 + number)

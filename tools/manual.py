@@ -62,7 +62,7 @@ def page() -> str:
 
 
 def _said_twice(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the rows that several commands share, for each name the most common one."""
+    """Return the option rows that several commands share; of each option the most common row."""
     found = {name: row for (name, row), number in Counter(rows).most_common()[::-1] if number > 1}
     return sorted(found.values())
 

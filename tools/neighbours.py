@@ -67,7 +67,7 @@ def living_heartbeats(root: str, now_ns: int) -> list[Heartbeat]:
 
 
 def living(files: SharedFiles, beats: Iterable[Heartbeat], now_ns: int) -> list[Heartbeat]:
-    """Return those of the living, as `living_heartbeats`."""
+    """Return the living ones of `beats`, by the rule of `living_heartbeats`."""
     known = {beat.name: beat for beat in beats if not provably_dead(beat.name)}
     published = files.published_ns(known)
     return [known[name] for name, at in published.items() if is_recent(now_ns, at, _SILENT_S)]

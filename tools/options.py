@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def seconds(value: float) -> float:
-    """Return it; typer's own ranges let a NaN pass."""
+    """Return `value`, but refuse NaN: typer's own ranges let a NaN pass."""
     if math.isnan(value):
         raise typer.BadParameter("nan is no number of seconds")
     return value

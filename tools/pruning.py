@@ -71,7 +71,7 @@ _NONE = Limits()
 
 
 class Plan:
-    """The files of some namespaces of a root, and how much of them is to go."""
+    """The files of some namespaces of a root, and the amount to remove."""
 
     def __init__(
         self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
@@ -84,7 +84,7 @@ class Plan:
         self.unlistable = 0  # directories
 
     def look(self) -> None:
-        """Walk once and take all files; unlistable directories are said and counted."""
+        """Walk once and take all files; report and count the directories that cannot be listed."""
         with walk_progress("looking", len(self.catalogues)) as seen:
             for number, (one, known) in enumerate(self.catalogues.items()):
                 for shard in one.listed(self):
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk, those of foreign directories included: a bound is one on the whole root."""
+        """Bytes on disk, with foreign directories: a bound holds for the whole root."""
         return sum(known.nbytes for known in self.catalogues.values())
 
     @property
@@ -102,13 +102,13 @@ class Plan:
 
     @property
     def ours(self) -> list[Catalogue]:
-        """Those of all but directories without a manifest that describes them: these stay."""
+        """The catalogues to prune: of namespaces with a sound manifest. Other directories stay."""
         return [known for one, known in self.catalogues.items() if one.problem is None]
 
     def need(self, now_ns: int) -> Need:
         """Return the bytes and files to remove, and the time before which all goes.
 
-        `now_ns` is the root's own clock; ours for a plan that is not carried out.
+        `now_ns` is the time by the root's clock, or by our own for a plan that nobody carries out.
         """
         limits, nbytes, num_files, before_ns = self._limits, self.free_nbytes, 0, None
         if limits.max_nbytes is not None:
@@ -131,7 +131,7 @@ class Plan:
     ) -> tuple[Pruned, bool]:
         """Remove the planned files, until `stop` is set; returns the sums, and whether they are enough.
 
-        `told` hears how many files have gone.
+        `told` gets the number of removed files.
         """
         done, news, need = Pruned(), News(self.root), self.need(now_ns)
 

@@ -38,19 +38,19 @@ class Bound:
         return self.left < self.limit // _NEAR
 
     def refuses(self, nbytes: int) -> bool:
-        """Return whether an engine does not store so many bytes now."""
+        """Return whether an engine would now refuse to store `nbytes`."""
         return self.left + self.beyond < max(1, nbytes)
 
     def is_too_small(self, nbytes: int) -> bool:
-        """Return whether so many bytes do not fit below the bound even if all else is pruned."""
+        """Return whether `nbytes` exceed the bound even if all else is pruned."""
         return self.removable is not None and self.left + self.removable < max(1, nbytes)
 
 
 def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) -> list[Bound]:
     """Return the bounds of a root, and that of a tenant. Raises OSError.
 
-    `told`: those of engines that are to come; the tightest holds. Without it they are those of the living;
-    where no engine lives, what an engine has without options.
+    `told` has the limits of engines to come; the tightest holds. Without `told` living engines give them;
+    where no engine lives, an engine's default is taken.
     """
     now_ns = wall_clock_ns()
     held = bounds_of(root, now_ns, *told)

@@ -67,7 +67,7 @@ class Namespace:
         return self.name.rpartition("@")[2]
 
     def is_of(self, model: str) -> bool:
-        """Return whether it is of the model ORGANISATION/REPOSITORY, or of a REPOSITORY of that name."""
+        """Return whether the namespace's model is ORGANISATION/REPOSITORY, or a REPOSITORY of that name."""
         return model.replace("/", "--") in (self.model, self.model.rpartition("--")[2])
 
     @cached_property
@@ -83,7 +83,7 @@ class Namespace:
 
     @property
     def identity(self) -> Identity | None:
-        """The identity that its manifest describes; None where `problem` says why not."""
+        """The identity in the namespace's manifest; None where `problem` has the reason."""
         return self._manifest if isinstance(self._manifest, Identity) else None
 
     @property
@@ -263,7 +263,7 @@ class RootView:
     def of_tenants(self, tenants: list[str]) -> list[Namespace]:
         """Return the namespaces of these tenants, by their exact names; UsageError for one that has none.
 
-        Whose a namespace is only its manifest tells: where that cannot be read it is said, and the command
+        Only the manifest names a namespace's tenant: an unreadable manifest is reported, and the command
         ends as one that has not seen everything. Nobody is to believe that all of a tenant is gone.
         """
         found = []
@@ -315,7 +315,7 @@ class RootView:
     def chunk(self, text: str) -> list[ChunkFile]:
         """Return the files of the one chunk that `text` means, of all its groups and ranks.
 
-        Raises UsageError where it is none, several chunks, or no name.
+        Raises UsageError where `text` means no chunk or several, or is no name.
         """
         if f"/{namespace.CHUNK_DIR}/" in text:
             return [self._by_path(text)]

@@ -76,7 +76,7 @@ def tell_failure(path: str, reason: str, *, as_json: bool) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print to stdout: as wide as the terminal, or as wide as it needs to be where there is none."""
+    """Print a table to stdout, as wide as the terminal; without a terminal as wide as its content."""
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -273,7 +273,7 @@ def age_option(option: str, text: str) -> float:
 
 
 def columns() -> int:
-    """Return how wide stdout is; where it is no terminal, as wide as anybody wants."""
+    """Return the width of the terminal; a huge number where stdout is no terminal."""
     if not sys.stdout.isatty():
         return 1 << 20
     with contextlib.suppress(OSError):
@@ -287,7 +287,7 @@ def is_narrow() -> bool:
 
 
 def fill(text: str, indent: int = 0, hang: int | None = None) -> str:
-    """Break a text into lines that fit the terminal; names and values are not taken apart.
+    """Break a text into lines that fit the terminal; names and values stay whole.
 
     `hang`: the indent of the second line and those that follow, where it is another.
     """

@@ -62,7 +62,7 @@ class Target:
 
 
 class RootUsage:
-    """A root, counted."""
+    """The counts of a root."""
 
     def __init__(self, root: str, spaces: Sequence[Namespace], ages_s: Sequence[float]) -> None:
         self._root = root
@@ -108,7 +108,7 @@ class RootUsage:
                 parts.in_progress_nbytes += part.nbytes
 
     def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:
-        """Add up by the `key` of a namespace and a group."""
+        """Return sums by the `key` of each namespace and group."""
         found: dict[Key, Count] = {}
         for usage in self.namespaces:
             for group, count in usage.counts.items():
@@ -135,7 +135,7 @@ class RootUsage:
 
 
 def age_text(age_s: float) -> str:
-    """Write an age as the option takes it."""
+    """Write an age in the form that --unused-for takes."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if age_s >= size and age_s % size == 0:
             return f"{int(age_s // size)}{unit}"
@@ -143,7 +143,7 @@ def age_text(age_s: float) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Write a size as the option takes it, exactly."""
+    """Write an exact size in the form that options take."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size}{unit}"

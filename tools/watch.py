@@ -37,14 +37,14 @@ _LEAVE_S = 10.0  # for the heartbeat and the lease; the root does not answer the
 
 
 class _Said(logging.Handler):
-    """Prints the log of fskv.bounds.maintenance as other output: it has names from a disk."""
+    """Prints the log of fskv.bounds.maintenance by `say`: its names from a disk become printable."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage().removeprefix("fskv: "))
 
 
 class Watcher:
-    """One watcher: `run` on the main thread, `watched` on any."""
+    """One watcher: `run` is for the main thread, `watched` for any thread."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -140,7 +140,7 @@ class Watcher:
 
 
 def _may_become_a_root(path: str) -> bool:
-    """Return whether an engine may yet make one there: nothing is there, or an empty directory."""
+    """Return whether an engine may yet make a root of this path: nothing or an empty directory is there."""
     with contextlib.suppress(FskvError):
         Root.open(path, create=True, writable=False)  # passes over an empty directory
         return True

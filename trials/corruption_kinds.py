@@ -110,7 +110,7 @@ class Files:
         self.restore([path])
 
     def restore(self, paths: list[str]) -> None:
-        """Put the good content back; what was not there before goes."""
+        """Put the good content back, and remove files that were not there before."""
         for path in paths:
             if path not in self.content:
                 os.unlink(path)
@@ -158,7 +158,7 @@ def header_byte(files: Files, file: File, _: File, rng: random.Random) -> list[s
 
 
 def header_field(files: Files, file: File, _: File, rng: random.Random) -> list[str]:
-    """Somewhere in the 32 bytes of the prefix and the map: most of a header is its padding."""
+    """Damage the prefix (32 bytes) or the map of a header: most of a header is padding."""
     content = files.content[file.path]
     return _flip(file.path, rng.randrange(32 + int.from_bytes(content[16:20], "little")), rng)
 
@@ -202,7 +202,7 @@ def zeros(files: Files, file: File, _: File, rng: random.Random) -> list[str] | 
 
 
 def torn(files: Files, file: File, other: File, rng: random.Random) -> list[str] | None:
-    """Its beginning, and the rest of another file: both are sound, and of one length."""
+    """Join the beginning of a file and the rest of another: both are sound, and of one length."""
     at = rng.randrange(1, files.nbytes // 4096) * 4096
     joined = files.content[file.path][:at] + files.content[other.path][at:]
     if joined == files.content[file.path]:
@@ -241,7 +241,7 @@ def swap_of_ranks(files: Files, file: File, other: File, _: random.Random) -> li
 
 
 def duplicate(files: Files, file: File, _: File, rng: random.Random) -> list[str]:
-    """A copy under the name of a key that is not stored."""
+    """Copy a file to the name of a key that is not stored."""
     name = rng.randbytes(16).hex()
     chunks = os.path.dirname(os.path.dirname(file.path))
     path = f"{chunks}/{name[:3]}/{name}.g{file.group}.r{file.rank}.kv"
@@ -250,7 +250,7 @@ def duplicate(files: Files, file: File, _: File, rng: random.Random) -> list[str
 
 
 def foreign_namespace(files: Files, file: File, other: File, _: random.Random) -> list[str] | None:
-    """The file of the same key, group and rank of another namespace."""
+    """Replace a file by that of the same key, group and rank in another namespace."""
     mine, theirs = ((f.number, f.group, f.rank) for f in (file, other))
     if file.space == other.space or mine != theirs:
         return None

@@ -135,14 +135,14 @@ def _partner(kind: str, file: File, free: list[File], rng: random.Random) -> Fil
 
 @contextlib.contextmanager
 def without_rows() -> Iterator[None]:
-    """Believe every row."""
+    """Switch off the check of rows in the block."""
     with mock.patch.object(chunk_file, "check_rows", return_value=None):
         yield
 
 
 @contextlib.contextmanager
 def without_header_checksum() -> Iterator[None]:
-    """Believe every header: its checksum and its padding are made right before it is parsed."""
+    """Accept every header in the block: its checksum and padding are made right before the parse."""
     before = chunk_file.parse_header
 
     def believe(data: bytes | memoryview) -> Any:

@@ -88,7 +88,7 @@ class _Engine:
 
 
 class Fuzz:
-    """See the module docstring."""
+    """Two engines, their root, and rounds of damage to its files."""
 
     def __init__(self, directory: str, seed: int, broken: str | None, limit_s: float) -> None:
         self._rng = random.Random(seed)  # noqa: S311  reproducible, no secret
@@ -195,7 +195,7 @@ class Fuzz:
                 self._turn(0.01)
 
     def _store_again(self, begin: float) -> None:
-        """Both engines store, and what they have on disk comes below the bound."""
+        """Have both engines store, and wait until their bytes on disk are below the bound."""
         for number, one in enumerate(self.engines):
             try:
                 one.store(self._rng.randrange(1, 8))
@@ -227,7 +227,7 @@ class Fuzz:
         time.sleep(0.5)
 
     def _turn(self, seconds: float) -> None:
-        """Let the engines listen, as they do all the time."""
+        """Step the engines for `seconds`, as real engines do all the time."""
         end = time.monotonic() + seconds
         while True:
             for one in self.engines:
@@ -245,7 +245,7 @@ class Fuzz:
             self.killed += 1
 
     def _nbytes(self) -> int:
-        """Return what the chunks of the engines take on disk."""
+        """Return the bytes on disk of the engines' chunks."""
         total = 0
         for one in self.engines:
             for where, _, names in os.walk(f"{one.path}/chunks"):
@@ -287,7 +287,7 @@ class Fuzz:
         self.kinds[kind] += 1
 
     def _made_of(self, path: str, fallback: dict[str, Any]) -> bytes:
-        """Return what a file could hold: its own content changed, or no format."""
+        """Return new content for a file: its own content changed, or bytes of no format."""
         if self._rng.random() < 0.2:
             return self._content.noise()
         tree: Any = fallback
@@ -297,7 +297,7 @@ class Fuzz:
         return self._content.json(tree)
 
     def _mend_later(self, path: str) -> None:
-        """Keep what is there: it is put back at the end of the round."""
+        """Keep a file or directory, to put it back at the end of the round."""
         if any(where == path for where, _ in self._mended):
             return
         self._number += 1
@@ -366,7 +366,7 @@ class Fuzz:
             os.utime(path, ns=(ns, ns), follow_symlinks=False)
 
     def manifest_of_nobody(self) -> None:
-        """In a namespace that no engine has, or in an arch directory that is none."""
+        """Put files into a namespace that no engine has, or below a false arch directory."""
         number = self._rng.randrange(_DEAD_NAMESPACES)
         path = f"{self._root}/{self._rng.choice(('replay', 'sm_90'))}/dead@{number:016x}"
         os.makedirs(f"{path}/chunks", exist_ok=True)
@@ -394,7 +394,7 @@ class Fuzz:
         self._put("directory", path, b"x")
 
     def health_file(self) -> None:
-        """Not of the root: what reads it and what writes it are not the maintenance process."""
+        """Spoil the health file; it is outside the root, and the maintenance process does not use it."""
         path = f"{self._directory}/health.json"
         self._put("health", path, self._made_of(path, {"state": "ok"}))
         remove(path)

@@ -105,7 +105,7 @@ class Content:
         return b"9" * 5000
 
     def noise(self) -> bytes:
-        """Return what is no format."""
+        """Return bytes of no format."""
         rng = self._rng
         return rng.choice(
             (
@@ -188,7 +188,7 @@ def remove(path: str) -> None:
 
 
 def is_file(path: str) -> bool:
-    """Whether a file is there, and neither a link nor what an open() waits for."""
+    """Return whether a regular file is there: no link, and nothing for which open() waits."""
     return os.path.isfile(path) and not os.path.islink(path)
 
 

@@ -34,7 +34,7 @@ def obey_modes() -> None:
 
 
 def hurry() -> None:
-    """Shorten what waits."""
+    """Shorten the intervals and timeouts of maintenance."""
     times: list[tuple[Any, str, float]] = [
         (leader, "_WALK_S", 1.0),
         (leader, "_SNAPSHOT_S", 2.0),

@@ -77,7 +77,7 @@ LAST, HEALED_S = 6, 20.0  # prompts that are asked for at the end until they hit
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Do all of it and return the facts."""
+    """Run the whole trial and return the facts."""
     pool = Pool(options.seed, PROMPTS, MIN_TOKENS, MAX_TOKENS, VOCAB_SIZE)
     with work_directory(options.dir) as directory:
         model = make("llama", directory)
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bound(pool: Pool, options: argparse.Namespace, cold_s: float, file_nbytes: int) -> int:
-    """Return a tenth, or so, of what will be written."""
+    """Return about a tenth of the bytes that the run will write."""
     sure = int(SHARE * options.minutes * 60 / cold_s)
     planned = merged([pool.draws(name, max(sure, 50), SKEW) for name in NAMES])
     capacity = capacity_for([(idx, pool.num_chunks(idx)) for idx in planned], TIMES)
@@ -272,7 +272,7 @@ def _wait_for_end(processes: dict[int, str]) -> list[int]:
 
 
 def problems(facts: dict[str, Any]) -> list[str]:
-    """Return what is not as it must be."""
+    """Return a sentence for each thing that is not as it must be."""
     found = []
     if facts["wrong"]:
         found.append(f"{facts['wrong']} requests with wrong tokens")

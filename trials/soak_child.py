@@ -46,7 +46,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request."""
+    """One request and its answer."""
 
     at: float  # by time.monotonic, which all processes of a machine share
     idx: int
@@ -89,7 +89,7 @@ class Engine:
         self._engine = self._llm.llm_engine
 
     def ask(self, idx: int) -> Record:
-        """Do one request and return what it was like."""
+        """Do one request and return its record."""
         self._empty_cache()
         return self._generate(idx, self._pool.tokens(idx), NEW_TOKENS)
 
@@ -136,7 +136,7 @@ class Engine:
         )
 
     def counters(self) -> Counter[str]:
-        """Return what fskv has counted; with a reason, by that."""
+        """Return fskv's counters; those with a reason, by reason."""
         found: Counter[str] = Counter()
         for read in self._llm.get_metrics():
             name = read.name.removeprefix("vllm:fskv_")

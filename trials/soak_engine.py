@@ -76,7 +76,7 @@ class Driver:
 
     @property
     def counted(self) -> Counter[str]:
-        """What fskv counted, as far as they were heard of before a kill; with a reason, by that."""
+        """Counters of fskv, as last heard before a kill; those with a reason, by reason."""
         return self._before + self._now
 
     def kill(self) -> None:
@@ -87,7 +87,7 @@ class Driver:
             os.kill(pid, signal.SIGKILL)
 
     def restart(self, clock_s: float) -> None:
-        """Let the engine end, and start it with a clock that is wrong by so much."""
+        """Let the engine end, and start it with a clock that is wrong by `clock_s` seconds."""
         self.ready = False
         self._clock_s = clock_s
 
@@ -108,7 +108,7 @@ class Driver:
         return hits
 
     def end(self, limit_s: float) -> None:
-        """Let the engine end by itself; it has so long."""
+        """Let the engine end by itself within `limit_s`."""
         self._over.set()
         self._thread.join(limit_s)
         if self._engine is not None:

@@ -54,11 +54,11 @@ class Faults:
 
     @property
     def num_kinds(self) -> int:
-        """How many faults are a round."""
+        """The number of faults in a round."""
         return len(self._kinds)
 
     def one(self, seconds: float) -> bool:
-        """Do the next fault; what lasts is over when this returns. False: it could not be done.
+        """Do the next fault, and return after its end. False: it could not be done.
 
         Raises BenchmarkError where the file system hangs for good: nothing more can be said of it.
         """
@@ -107,7 +107,7 @@ class Faults:
                 how(path)
 
     def _remove(self, seconds: float) -> None:
-        """Every second directory of chunks, while they are written to."""
+        """Remove half of the directories of chunks, while engines write to them."""
         directories = sorted(Path(self._root).glob("*/*@*/chunks/*"))
         for path in self._generator.sample(directories, len(directories) // 2):
             shutil.rmtree(path, ignore_errors=True)
@@ -123,7 +123,7 @@ class Faults:
                 zero_payload(path)
 
     def plant_orphans(self) -> None:
-        """A part and a heartbeat of this process, which lives: nobody may remove them."""
+        """Write a part and a heartbeat in the name of this living process: nobody may remove them."""
         (chunks,) = list(Path(self._root).glob("*/*@*/chunks"))[:1]
         shard = chunks / "000"
         shard.mkdir(exist_ok=True)

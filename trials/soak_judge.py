@@ -200,7 +200,7 @@ def mean_file_nbytes(root: str) -> int:
 
 
 def bad_lines(log: str) -> list[str]:
-    """Return what an engine's log has of errors and tracebacks."""
+    """Return the lines of an engine's log with errors and tracebacks."""
     with open(log, errors="replace") as file:
         # vLLM itself warns, with a traceback, that there is no tokenizer.
         return [

@@ -25,7 +25,7 @@ class Directory:
     _closed = False
 
     def __init__(self, path: str) -> None:
-        """The root is made in a new directory below `path`."""
+        """Make the root in a new directory below `path`."""
         self._path = tempfile.mkdtemp(prefix="fskv-soak-", dir=path)
         self._make_root(self._path, self._path)
 
@@ -40,10 +40,10 @@ class Directory:
         raise NotImplementedError
 
     def mend(self) -> None:
-        """End a stall, make room."""
+        """End a stall of the place, and make room in it."""
 
     def close(self) -> None:
-        """Remove it; calls that hang on it fail then. Once more does nothing."""
+        """Remove the place; calls that hang on it fail then. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._close()

@@ -32,7 +32,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample | None:
-    """Return what a process has now; None if it is gone."""
+    """Return the present resources of a process; None if the process is gone."""
     try:
         with open(f"/proc/{pid}/status") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -136,7 +136,7 @@ def write_rate(directory: str, seconds: float = 3.0) -> float:
 
 
 def wait_for(value: Callable[[], _T], limit_s: float) -> _T:
-    """Return the value when it is true, or whatever it is at the end."""
+    """Return the value as soon as it is true, or the last value at the time limit."""
     end = time.monotonic() + limit_s
     while not (now := value()) and time.monotonic() < end:
         time.sleep(1.0)

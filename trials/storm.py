@@ -159,7 +159,7 @@ class Storm:
 
 
 def problems(facts: dict[str, Any]) -> list[str]:
-    """Return what is not as it must be."""
+    """Return a sentence for each thing that is not as it must be."""
     found = []
     if wrong := facts["counted"].get("wrong"):
         found.append(f"{wrong} wrong bytes were loaded")

@@ -61,14 +61,14 @@ class Row:
 
 
 def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
-    """Yield the rows that apply, each with its sentence."""
+    """Yield the rows whose fault these settings have, each with a sentence."""
     for row in (*REFUSED, *LESS):
         if found := row.found(settings.get(row.setting), settings, store):
             yield row, f"option '{row.setting}': found {found}, expected {row.expected}"
 
 
 def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field of a `--kv-transfer-config` that vLLM refuses; of children, too."""
+    """Yield a sentence for each field of a `--kv-transfer-config`, or of a child, that vLLM refuses."""
     extra = transfer.get("kv_connector_extra_config")
     inner = extra.get("connectors") if isinstance(extra, dict) else None
     for one in (transfer, *(inner if isinstance(inner, list) else ())):

@@ -188,7 +188,7 @@ def check_children(connector: str | None, children: Sequence[Any]) -> None:
 
 
 def _count_ours(children: Any) -> int:
-    """Count fskv's connectors among these, and inside of vLLM's MultiConnectors among them."""
+    """Count fskv's connectors among `children`, and inside of vLLM's MultiConnectors there."""
     return sum(
         _count_ours(_extra(each).get("connectors"))
         if each.get("kv_connector") == "MultiConnector"
@@ -198,9 +198,9 @@ def _count_ours(children: Any) -> int:
 
 
 def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping[str, Any] | None]]:
-    """Yield the parts of connectors, also inside of one another, each with its place.
+    """Yield the parts of connectors, nested ones too, each with its place.
 
-    Of what brings KV that fskv cannot vouch for in words; of what is fskv's the options.
+    A part of fskv comes with its options, another part with words for the unchecked KV that it brings.
     """
     for idx, child in enumerate(_mappings(children)):
         here, connector, extra = f"{where}[{idx}]", child.get("kv_connector"), _extra(child)
@@ -219,7 +219,7 @@ def _parts(children: Any, where: str) -> Iterator[tuple[str, str | None, Mapping
 
 
 def _unchecked(child: Mapping[str, Any]) -> str | None:
-    """Return the part of another's connector that brings unchecked KV, in words, or None."""
+    """Return words for the part of a foreign connector that brings unchecked KV, or None."""
     connector, role, extra = child.get("kv_connector"), child.get("kv_role"), _extra(child)
     if connector in _FROM_ENGINES and role == "kv_producer":
         both = extra.get("bidirectional_kv_xfer")
@@ -244,7 +244,7 @@ def _extra(child: Mapping[str, Any]) -> Mapping[str, Any]:
 def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     """Return the options of each store of fskv that a `--kv-transfer-config` asks for.
 
-    Whatever connector is around it. Raises ConfigError, also where what looks like ours is none.
+    Connectors around a store do not matter. Raises ConfigError, also for a store that only looks like fskv's.
     """
     connector = str(transfer.get("kv_connector"))
     extra = transfer.get("kv_connector_extra_config") or {}

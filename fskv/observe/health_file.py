@@ -56,7 +56,7 @@ class HealthFile:
         every_s: float = EVERY_S,
         look_s: float = LOOK_S,
     ) -> None:
-        """`facts` go into the file as they are."""
+        """`facts` go into the health file unchanged."""
         self._path = path
         self._look = look
         self._facts = dict(facts)
@@ -76,7 +76,7 @@ class HealthFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Say that the engine has ended, if that can be done in a moment."""
+        """Have the thread write that the engine has ended; wait for that a moment at most."""
         self._stop.set()
         self._thread.join(_END_S)
 

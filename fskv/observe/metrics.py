@@ -430,12 +430,12 @@ class Counters:
         self._observed: dict[Metric, deque[float]] = {}
 
     def declare(self, metric: Metric, label: str) -> None:
-        """Have it in the next `drain` even if nothing was counted."""
+        """Put a counter into the next `drain` even if nothing was counted."""
         with self._lock:
             self._sums.setdefault((metric, label), 0.0)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        """Count; an amount below zero counts nothing: Prometheus would raise for it, in vLLM's own loop."""
+        """Add `amount`, unless it is below zero: Prometheus would raise for that, in vLLM's own loop."""
         if not amount > 0:
             return
         with self._lock:
@@ -449,7 +449,7 @@ class Counters:
         return sums
 
     def observe(self, metric: Metric, value: float) -> None:
-        """Add to a histogram."""
+        """Add a value to the histogram of a metric."""
         with self._lock:
             self._observed.setdefault(metric, deque(maxlen=_MAX_OBSERVED)).append(value)
 

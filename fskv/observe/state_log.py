@@ -83,7 +83,7 @@ class Once:
 
 @contextlib.contextmanager
 def refusals_said() -> Iterator[None]:
-    """Log a refusal in the block as one sentence, which an engine's traceback would bury."""
+    """Log an FskvError of the block in one sentence, which an engine's traceback would bury."""
     try:
         yield
     except FskvError as error:

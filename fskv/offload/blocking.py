@@ -37,14 +37,14 @@ class Page(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """A call that waits."""
+    """One waiting call: the outcomes of its stores, and the result of its job."""
 
     stored: dict[ChunkId, bool | None] = field(default_factory=dict)  # None: not known yet
     result: JobResult | None = None
 
 
 class BlockingStore:
-    """Calls that wait. None of them raises but ValueError for a page that is not in the memory."""
+    """A store whose calls wait. A call raises only ValueError, for a page outside of the memory."""
 
     def __init__(self, kv: KvStore, chunk_nbytes: int, *, num_storing: int = 1) -> None:
         """`chunk_nbytes` is the size that a deadline counts; `num_storing` threads may store at the same
@@ -64,16 +64,16 @@ class BlockingStore:
         self._thread.start()
 
     def count_present(self, chunks: Sequence[ChunkId]) -> int:
-        """Return how many chunks from the first on are there; unknown ones are not."""
+        """Return how many chunks from the first on are present; 0 if the lookup does not answer in time."""
         return len(self._present(chunks, prefix=True))
 
     def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
-        """Return which chunks are there; unknown ones are not."""
+        """Return for each chunk whether it is present; all False if the lookup does not answer in time."""
         found = self._present(chunks, prefix=False)
         return found or [False] * len(chunks)
 
     def _present(self, chunks: Sequence[ChunkId], *, prefix: bool) -> list[bool]:
-        """Return for each chunk whether it is there, or with `prefix` for those before the first miss."""
+        """Return whether each chunk is present, with `prefix` up to the first miss; [] without an answer."""
         lookup = self._kv.lookup
         answers: list[tuple[Presence, Status]] = []
 
@@ -96,9 +96,9 @@ class BlockingStore:
             return there[: there.index(False)] if prefix and False in there else there
 
     def load(self, pages: Sequence[Page], before: Sequence[ChunkId] = ()) -> list[bool]:
-        """Load pages; returns which hold their chunk now. Of the others nothing is to be relied on.
+        """Load pages; returns for each whether it holds its chunk now. The bytes of the others are undefined.
 
-        They are in the order of a prefix; `before` are the chunks that stand before them in it, if known.
+        `pages` are in the order of a prefix; `before` are the earlier chunks of that prefix, if known.
         """
         with self._changed:
             if self._closed or not pages:
@@ -113,7 +113,7 @@ class BlockingStore:
             return [page.chunk not in bad for page in pages]
 
     def store(self, pages: Sequence[Page], before: Sequence[ChunkId] = ()) -> list[bool]:
-        """Store pages; returns which chunks are on disk, as far as is known when the deadline is over.
+        """Store pages; returns for each chunk whether it is known to be on disk when the deadline is over.
 
         Order and `before`: see `load`.
         """
@@ -144,7 +144,7 @@ class BlockingStore:
             return [bool(stored[chunk]) if chunk in stored else there(chunk) for chunk, _ in pages]
 
     def stop(self, reason: str) -> None:
-        """Neither load nor store any more, for good."""
+        """End loads and stores for good."""
         with self._changed:
             if not (self._closed or self._kv.lookup.stopped):
                 logger.error("fskv: %s: nothing is loaded or stored any more", reason)
@@ -152,7 +152,7 @@ class BlockingStore:
                 self._changed.notify_all()
 
     def with_store(self, call: Callable[[KvStore], None]) -> None:
-        """Run something short on the store, between two steps."""
+        """Run a short function on the store, between two of its steps."""
         with self._changed:
             if not self._closed:
                 call(self._kv)
@@ -187,7 +187,7 @@ class BlockingStore:
         begin: Callable[[int, Sequence[FileMove]], None],
         moves: Sequence[FileMove],
     ) -> Iterator[_Job]:
-        """Have a job until the end of the block: one without a result is given up, so its pages are free."""
+        """Register a job for the block; at its end a job without a result is given up and its pages freed."""
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
         try:

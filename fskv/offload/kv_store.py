@@ -200,20 +200,20 @@ class KvStore:
         return ended
 
     def take_news(self) -> News:
-        """Hand the mover's news to the lookup and the watch, and return them."""
+        """Hand the mover's news to the lookup and the watch, and return the news."""
         news = self.mover.take_news()
         self.watch.note(news)
         self.lookup.on_news(news)
         return news
 
     def drop(self) -> None:
-        """Touch no page of any job from now on, and forget the index: the KV memory is given up."""
+        """Give up all jobs, touch their pages no more, and forget the index: the KV memory is given up."""
         self.mover.drop()
         self.take_news()
         self.lookup.forget()
 
     def stop(self) -> None:
-        """Neither load nor store any more, for good: the KV may differ from the identity."""
+        """End loads and stores for good: the KV may differ from the identity."""
         self.watch.in_doubt = self.lookup.stopped = True
         self.mover.stop()
         self.take_news()

@@ -86,7 +86,7 @@ class News:
         )
 
     def merged(self, other: News) -> News:
-        """Return both as one."""
+        """Return the news of both as one."""
         stored = dict(self.stored)
         for chunk, movers in other.stored.items():
             stored[chunk] = stored.get(chunk, set()) | movers
@@ -243,7 +243,7 @@ class Mover:
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
     def use(self, number: int, depth: int) -> Use:
-        """Return the stamp of a chunk at that depth of its prefix, in a use that Uses.begin has numbered."""
+        """Return the stamp of a chunk at `depth` in its prefix; Uses.begin gives the `number` of a use."""
         stamp = self._uses.setdefault(number, bytearray(8))
         self._uses.move_to_end(number)
         if len(self._uses) > _MAX_USES:
@@ -251,7 +251,7 @@ class Mover:
         return Use(stamp, depth)
 
     def touch(self, files: Sequence[tuple[FileId, Use]]) -> None:
-        """Note that files are used; those that are not there are passed over."""
+        """Note that files are used; missing files are passed over."""
         if self._stopped or self._breaker.open or not self._writable:
             return
         with self._touches_lock:
@@ -262,7 +262,7 @@ class Mover:
         self._toucher.submit(_native.Transfer(None, True, _native.Guard(True)))
 
     def _touch_next(self, _task: object, _context: None) -> None:
-        """On a thread of its own, the deepest first: no file that is read or written waits for it."""
+        """Touch the next files, the deepest first, on a thread of its own: no read or write waits for it."""
         files = self._touches.popleft()
         with self._touches_lock:
             self._num_touches -= len(files)
@@ -270,7 +270,7 @@ class Mover:
             self._store.touch(file, use)
 
     def poll(self) -> list[JobResult]:
-        """Return the jobs that ended since the last call; of their pages none is read or written any more."""
+        """Return the jobs that ended since the last call; nothing reads or writes their pages any more."""
         ended = self._runner.poll()
         for result in ended:
             if result.is_load:
@@ -279,18 +279,18 @@ class Mover:
         return ended
 
     def free_pages(self, job_ids: Iterable[int]) -> None:
-        """Return when the pages of these jobs are free: stores go on from memory of ours, loads fail."""
+        """Wait until the pages of these jobs are free: stores go on from fskv's memory, loads fail."""
         self._runner.wait(job_ids)
 
     def drop(self) -> None:
-        """Touch no page of any job until now from now on. The lookup must forget. See JobRunner.drop."""
+        """Give up all jobs, and touch their pages no more. The lookup must forget. See JobRunner.drop."""
         self._runner.drop()
         self._collect()
         # The lookup's reset has ended these. Told later, they would end what it begins to store by then.
         self._news.not_stored.clear()
 
     def stop(self) -> None:
-        """Move nothing any more, for good: the KV may not be the namespace's. The lookup must forget."""
+        """End all moves for good: the KV may not be the namespace's. The lookup must forget."""
         self._stopped = True
         self.drop()
 
@@ -325,7 +325,7 @@ class Mover:
     # --- what became of it ------------------------------------------------------------------
 
     def leave(self, chunk: ChunkId, status: Status) -> None:
-        """Tell that a chunk is not stored from here: EXISTS where another mover with its bytes does it."""
+        """Tell the lookup that this mover does not store a chunk; EXISTS: another mover stores its bytes."""
         self._tell(chunk, status)
 
     def take_news(self) -> News:
@@ -359,12 +359,12 @@ class Mover:
 
     @property
     def least_queued(self) -> int:
-        """Stores that the queue takes, however slow the disk is."""
+        """The number of stores that the queue accepts, however slow the disk is."""
         return self._runner.least_queued
 
     @property
     def idle(self) -> bool:
-        """Return whether no file is waiting, being read or being written, by a thread that hangs neither."""
+        """Return whether no file waits or is being read or written, not even by a thread that hangs."""
         return not (self._runner.num_open_stores or self._runner.num_running)
 
     def _collect(self) -> None:
@@ -421,7 +421,7 @@ class Mover:
 
 
 def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | None) -> float | None:
-    """None also where the mount takes too long: a number of threads is no reason to refuse a root."""
+    """Measure how fast the mount answers; None after a timeout, which is no reason to refuse a root."""
     asked = probe_file or directory.tmp_dir
     try:
         return call_with_deadline(
@@ -440,7 +440,7 @@ def _answer_s(config: StoreConfig, directory: NamespaceDir, probe_file: str | No
 
 
 class _Ending:
-    """The outcomes so far of the files of chunks on their way: an entry lives as long as its stores."""
+    """Collects the outcomes of a chunk's files; a chunk's entry lives until its last file has ended."""
 
     def __init__(self) -> None:
         self._open: dict[ChunkId, int] = {}  # files without an outcome
@@ -450,7 +450,7 @@ class _Ending:
         self._open[chunk] = self._open.get(chunk, 0) + 1
 
     def end(self, chunk: ChunkId, status: Status) -> Status | None:
-        """Note one file's outcome; return the chunk's once all its files have one: good only if all are."""
+        """Note one file's outcome; after the last file return the chunk's: good if all files are good."""
         if not status.good:
             self._bad.setdefault(chunk, status)
         left = self._open.pop(chunk, 1) - 1

@@ -34,7 +34,7 @@ class Begun(NamedTuple):
 
 
 class Uses(Generic[_K]):
-    """The uses of prefixes. Keys are those of the chunks of one group, which stand for all groups'."""
+    """The uses of prefixes. The keys of one group's chunks stand for the chunks of all groups."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Uses(Generic[_K]):
         ] = {}  # head -> a chunk of its prefix that was stored when last asked
 
     def begin(self, keys: Sequence[_K], num_there: int) -> tuple[Begun, int]:
-        """A request has a prefix of these chunks, of which the first `num_there` are there already.
+        """Begin or continue the use of a request's prefix; its first `num_there` chunks are there already.
 
-        Return its use, and from which chunk on what is there has to be touched.
+        Return the use, and the index of the first of those chunks that has to be touched.
         """
         use = self._of_head.get(keys[0])
         if use is None or (
@@ -79,7 +79,7 @@ class Uses(Generic[_K]):
         return self._clock() - use.at > max(interval_s, min(_LEAST_S, 10 * max(1.0, interval_s)))
 
     def _waits(self, keys: Sequence[_K], num: int) -> bool:
-        """Return whether one of the first chunks is stored now; the one that was is asked first."""
+        """Return whether one of the first `num` chunks is being stored; the last one found is asked first."""
         last = self._waits_for.get(keys[0])
         if last is not None and self._is_stored_now(last):
             return True

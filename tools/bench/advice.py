@@ -73,7 +73,7 @@ def _compared(
     key: Callable[[Rates], Hashable],
     more: str = "",
 ) -> Advice | None:
-    """Advise a value by the fastest loads of each; nothing where there is one, or where none differs."""
+    """Compare the fastest loads of each value; None for a single value, no value where none differs."""
     fastest: dict[Hashable, Rates] = {}
     for one in sorted(found, key=_rate):
         fastest[key(one)] = one

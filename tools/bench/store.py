@@ -51,7 +51,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class KvMemory:
-    """KV pages, in host memory or on a GPU: the first half is stored, loads fill the second."""
+    """KV pages in host memory or on a GPU. Stores read the first half, loads fill the second."""
 
     def __init__(self, nbytes: int, *, on_cuda: bool) -> None:
         self.half = nbytes // PAGE_NBYTES  # in pages
@@ -72,13 +72,13 @@ class KvMemory:
         return self._memory if self._cuda else self._memory.data.cast("B")
 
     def clear(self) -> None:
-        """Write zeros where loads go."""
+        """Write zeros into the half that loads fill."""
         self._memory[self.half :] = 0
         if self._cuda:
             self._cuda.synchronize()
 
     def holds(self, num_pages: int) -> bool:
-        """Return whether so many pages were loaded as they were stored."""
+        """Return whether the first `num_pages` loaded pages equal the stored ones."""
         found = self._memory.cpu().numpy() if self._cuda else self._memory
         return np.array_equal(found[:num_pages], found[self.half : self.half + num_pages])
 

@@ -59,7 +59,7 @@ class Place:
 
 
 def place(path: str) -> Place:
-    """Say where a file is."""
+    """Return the place of a file, by its path alone."""
     path = os.path.abspath(path)
     parts = path.split("/")
     space = None
@@ -86,7 +86,7 @@ class Body:
 
 
 def examine(file: OpenFile, where: Place) -> Body:
-    """Judge an open file as `fskv verify` does, and keep its header where it is sound."""
+    """Judge an open file as `fskv verify` does; keep its header if the header is sound."""
     verdict = judge_open(file, where.chunk, where.expected, True)
     header = verdict.header
     if header is None:
@@ -129,7 +129,7 @@ def rows(file: OpenFile, header: ChunkHeader) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A page of a block: where its bytes are."""
+    """One page of one block, and the place of its bytes."""
 
     block: int
     page: int

@@ -89,12 +89,12 @@ class Reader:
         self.nbytes_read = 0
 
     def open(self, name: str, dir_fd: int | None) -> OpenFile:
-        """Return a file of a directory; `with` opens it, and closes it."""
+        """Return one file of a directory; a `with` statement opens and closes the file."""
         return OpenFile(self, name, dir_fd, self._direct)
 
 
 class OpenFile:
-    """A regular file that is open for reading; `info` is of when it was opened."""
+    """A regular file that is open for reading; `info` is its stat result at the opening."""
 
     info: os.stat_result
 
@@ -183,7 +183,7 @@ class OpenFile:
         return bytes(start)
 
     def is_there(self) -> bool:
-        """Return whether the name is still that of this open file, whose inode cannot be another's."""
+        """Return whether the name still leads to this open file; no other file can have its inode."""
         try:
             now = os.stat(self._name, dir_fd=self._dir_fd, follow_symlinks=False)
         except OSError:
@@ -205,8 +205,8 @@ def judge(
 ) -> Verdict:
     """Read and judge the file `name` of a directory; `rows`: its payload too. Raises nothing.
 
-    A bad file is read twice: that which changes under the eyes is `changing`. One that another file has
-    replaced meanwhile is judged anew, and one that is gone has `vanished`: engines discard and prune.
+    A bad file is read twice; a file that differs meanwhile is `changing`. A file that another one has
+    replaced is judged anew, and a removed file has `vanished`: engines discard and prune.
     """
     before = reader.nbytes_read
     verdict = None

@@ -46,12 +46,12 @@ class Bad(FileOf):
 
     @property
     def nbytes(self) -> int | None:
-        """Its length."""
+        """The length of the file; None if nobody could open the file."""
         return self.info.st_size if self.info else None
 
     @property
     def is_sure(self) -> bool:
-        """True if it may be removed: corrupt or stale, and no other file's or manifest's fault."""
+        """True if the file may be removed: it is corrupt, or stale beside a sound manifest."""
         is_stale = self.finding is Finding.STALE and self.namespace.identity is not None
         return self.info is not None and (self.finding is Finding.CORRUPT or is_stale)
 
@@ -75,7 +75,7 @@ def _version(info: os.stat_result) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of a run so far."""
+    """The counts of files, bytes and findings in a run so far."""
 
     files: int = 0  # judged, those that vanished included
     data_files: int = 0  # of them those whose rows were read
@@ -85,7 +85,7 @@ class Tally:
     unlistable: int = 0
 
     def add(self, other: Tally) -> None:
-        """Add a judged file."""
+        """Add the counts of another tally."""
         self.files += other.files
         self.data_files += other.data_files
         self.nbytes_read += other.nbytes_read
@@ -105,7 +105,7 @@ _Judged = tuple[Tally, list[Bad]]
 
 
 class Run:
-    """One pass; `tally` may be looked at between events and afterwards."""
+    """One pass over the files; callers may read `tally` between events and afterwards."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Run:
         rows: bool = False,
         threads: int = 8,
     ) -> None:
-        """With `rows` the payload is read."""
+        """With `rows` the run reads and checks the payload too."""
         self._spaces = spaces
         self._rows = rows
         self._threads = threads
@@ -124,7 +124,7 @@ class Run:
         self.seconds = 0.0
 
     def events(self) -> Generator[Bad | Unlistable | tuple[int, int]]:
-        """Yield the findings, and the progress (namespace, directory). Close it to stop."""
+        """Yield the findings, and the progress (namespace, directory). Close the generator to stop."""
         started, switch_s = time.monotonic(), sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         pool = ThreadPoolExecutor(self._threads, "fskv-verify")

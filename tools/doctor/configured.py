@@ -87,7 +87,7 @@ def _of_line(options: tuple[str, ...] | None) -> Iterator[Finding]:
 def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], list[StoreConfig]]:
     """Return a sentence for each option that an engine would refuse, and the stores without those.
 
-    An engine names the first; without that one it would name the next.
+    An engine names only the first: each wrong option is removed here, so that the next one shows.
     """
     wrong: list[str] = []
     rest = copy.deepcopy(transfer)
@@ -103,7 +103,7 @@ def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], list[StoreConfi
 
 
 def _put_right(tree: Any, name: str) -> int:
-    """Take an option out of whatever has it; a root, without which nothing goes, becomes a right one."""
+    """Remove an option wherever `tree` has it; a root, which each store needs, becomes a valid one."""
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     count = sum(_put_right(each, name) for each in parts)
     if isinstance(tree, dict) and tree.get(name, _ANY_ROOT) != _ANY_ROOT:

@@ -46,7 +46,7 @@ def health_file(subject: Subject) -> Iterator[Finding]:
 
 
 def root(subject: Subject) -> Iterator[Finding]:
-    """Say whether it is a root at all: only there, or where it is empty, anything may be written."""
+    """Say whether the directory is a root: the doctor writes only into a root or an empty directory."""
     if not os.path.exists(subject.path):
         advice = "make the directory, or mount what belongs there: no engine makes it"
         yield problem("root", f"{subject.path} does not exist", advice)

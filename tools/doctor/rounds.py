@@ -31,7 +31,7 @@ _OF_CONTENTS = (contents.engines, contents.namespaces)
 
 
 def look(check: Callable[..., Iterable[Finding]], *about: Subject) -> Iterator[Finding]:
-    """Make one check, here and now; raises nothing."""
+    """Make one check in this process; an exception becomes a finding."""
     try:
         yield from check(*about)
     except Exception as error:  # whatever a disk does is a finding
@@ -45,13 +45,13 @@ def _name(check: Any) -> str:
 
 
 def of_machine() -> Iterator[Finding]:
-    """Look at the machine, which does not hang."""
+    """Check the machine in this process: none of these checks hangs."""
     for check in _OF_MACHINE:
         yield from look(check)
 
 
 def of_root(subject: Subject) -> Iterator[Finding]:
-    """Look at a root from another process; each check may take the subject's time."""
+    """Check a root in another process; each check may take `subject.timeout_s`."""
     ours, theirs = Pipe()
     number = theirs.fileno()
     with theirs:

@@ -91,7 +91,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_flag(option: str) -> bool:
-    """Return whether an option takes no value, of those that are judged."""
+    """Return whether an option that the doctor judges is a flag, without a value."""
     return _bare(option) in _FLAGS
 
 
@@ -111,7 +111,7 @@ def _transfer(value: Any) -> Any:
 
 
 def _of_yaml(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the servers of a file, with where they are in it."""
+    """Yield the servers of a YAML file, each with its place in the file."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -139,7 +139,7 @@ def _written_out(node: Any, known: dict[int, int]) -> int:
 
 
 def _servers(node: Any, at: str, above: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of each server in a tree, with those above it; by "" the server's own words."""
+    """Yield each server's options in a tree, those above it too; key "" has the server's own words."""
     if isinstance(node, dict):
         options = {re.sub("[-_]", "", str(name)).lower(): value for name, value in node.items()}
         known = {_KNOWN[name]: value for name, value in options.items() if name in _KNOWN}
@@ -175,7 +175,7 @@ def _plugins(node: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _of_line(line: str) -> dict[str, Any]:
-    """Return the options of a line or a script; by "" the words of the server. Raises ValueError."""
+    """Return the options of a line or a script; key "" has the server's words. Raises ValueError."""
     lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     try:
@@ -204,7 +204,7 @@ def _of_line(line: str) -> dict[str, Any]:
 
 
 def _of_server(words: list[str]) -> tuple[str, ...] | None:
-    """Return the words of a line that are a server's options; None where it is not seen to start one."""
+    """Return the words of a line that are a server's options; None if the line starts no known server."""
     started = [at for at, word in enumerate(words) if re.fullmatch(_SERVER, word)]
     if not started and not "".join(words[:1]).startswith("--"):
         return None

@@ -152,7 +152,7 @@ def _why_absent(kind: GroupKind, look: ChunkLook) -> str:
 
 
 def _runs(texts: list[tuple[int, str]]) -> Iterator[tuple[str, int, int]]:
-    """Yield each text with the first and the last of the chunks in a row that it is about."""
+    """Yield each text with the first and the last chunk of an unbroken row that shares the text."""
     numbered = enumerate(texts)
     for (text, _), group in itertools.groupby(
         numbered, lambda one: (one[1][1], one[1][0] - one[0])

@@ -48,7 +48,7 @@ class GroupFiles:
 
     @classmethod
     def of(cls, identity: Identity, group: GroupIdentity, namespace_path: str) -> GroupFiles:
-        """Raises UsageError where the identity describes no files that could exist."""
+        """Return the facts of one group. Raises UsageError where such files cannot exist."""
         if identity.blocks_per_chunk * sum(group.page_nbytes) >= _MAX_CHUNK_NBYTES:
             raise UsageError(
                 f"groups: a chunk of group {group.group_idx} would be larger than 1 TiB"
@@ -58,7 +58,7 @@ class GroupFiles:
 
     @property
     def file_nbytes(self) -> int | None:
-        """None with pipeline stages: pages and layers differ from rank to rank, and no identity has them."""
+        """The length of a file; None with pipeline stages, whose ranks have different pages and layers."""
         layout: FileLayout | None = (self.expected.layouts or {}).get(self.group.group_idx)
         return layout.file_nbytes if layout else None
 

@@ -27,7 +27,7 @@ class ChunkLook:
 
     @property
     def present(self) -> bool:
-        """A lookup would call it a hit."""
+        """True if a lookup would call the chunk a hit."""
         return all(one.found for one in self.states)
 
     @property
@@ -52,23 +52,23 @@ class Report:
 
     @property
     def lookup_tokens(self) -> int:
-        """Tokens that a lookup finds."""
+        """The number of tokens that a lookup finds."""
         return self.whole_tokens + self.tail_tokens
 
     @cached_property
     def best_tokens(self) -> int:
-        """Tokens that such a prompt can hit at most."""
+        """The most tokens that the prompt can hit."""
         best = self.prompt.hit_tokens(lambda _g, _c: True)
         return max(best, self.lookup_tokens)
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that would really be served: a request with one bad chunk is recomputed whole."""
+        """The number of tokens that loads would serve: one bad chunk has the whole request recomputed."""
         return 0 if self.broken else self.lookup_tokens
 
     @cached_property
     def broken(self) -> list[tuple[int, ChunkLook]]:
-        """Chunks, each with its group's position, that a lookup finds and a load does not take."""
+        """Chunks that a lookup finds and a load refuses, each with its group's position."""
         hit = self.whole_tokens
         return [
             (position, looks[chunk])

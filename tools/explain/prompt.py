@@ -75,7 +75,7 @@ class Prompt:
         return range(last // step * step, hit_tokens, -step)
 
     def hit_tokens(self, found: Found) -> int:
-        """Return how many tokens would be there: as the engine looks them up."""
+        """Return how many tokens the engine's lookup would find; `found` tells which chunks are present."""
 
         def presence(position: int, chunk: int) -> Presence:
             return Presence.HIT if found(position, chunk) else Presence.MISS
@@ -90,7 +90,7 @@ class Prompt:
         return needed_chunks(self.groups[position], self.identity.blocks_per_chunk, hit_tokens)
 
     def first_wanted_block(self, position: int, chunk: int, hit_tokens: int) -> int:
-        """Return from which of its blocks on a chunk is read for a hit: a window may begin inside a chunk."""
+        """Return the first block of a chunk that a hit reads: a window may begin inside a chunk."""
         group = self.groups[position]
         window, first = group.window_tokens or 1, 0
         if group.kind is GroupKind.SLIDING_WINDOW:

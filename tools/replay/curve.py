@@ -75,12 +75,12 @@ def _scattered(block: int) -> int:
 
 
 def usual_sizes(nbytes: int) -> list[int]:
-    """Return the powers of two below `nbytes`, the largest ones: sizes to try for so many bytes of blocks."""
+    """Return sizes to try for `nbytes` of blocks: the largest powers of two below that number."""
     top = (nbytes - 1).bit_length()
     return [1 << power for power in range(max(0, top - _STEPS), top)]
 
 
 def telling(rows: Sequence[list[Point]]) -> list[list[Point]]:
-    """Return the rows of ascending sizes in which more hits than in the one before, in any mode."""
+    """Return the rows whose hits differ from the row before, in any mode; sizes ascend."""
     hits = [[0] * len(MODES), *([point.hits for point in row] for row in rows)]
     return [row for before, now, row in zip(hits, hits[1:], rows, strict=False) if now != before]

@@ -22,7 +22,7 @@ _TICKS = (
 
 
 def by_last_use(walk: Walk) -> dict[str, str]:
-    """Draw how much would go if all were removed that was not used since, as URLs."""
+    """Draw the bytes to remove over the age of the last use; return the images as URLs."""
     return {"light": _curve(walk, LIGHT), "dark": _curve(walk, DARK)}
 
 

@@ -170,7 +170,7 @@ def _namespaces(seen: survey.Survey, width: int, rows: int | None) -> Panel:
 
 
 def _table(*titles: str) -> Table:
-    """Return an empty table. `>` before a title: numbers; `+`: takes what room there is."""
+    """Return an empty table. A title with `>` aligns numbers right; one with `+` takes the free width."""
     table = Table(box=None, expand=True, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title in titles:
         table.add_column(
@@ -184,7 +184,7 @@ def _table(*titles: str) -> Table:
 
 
 def _shown(table: Table, items: Sequence[Any], rows: int | None) -> Sequence[Any]:
-    """Return the visible part of `items`; below it stands the number of the others."""
+    """Return the visible part of `items`; the table's caption gives the number of the others."""
     if rows is None or len(items) <= rows:
         return items
     table.caption, table.caption_justify = f"and {len(items) - rows + 1:,} more", "left"

@@ -25,7 +25,7 @@ class Watch(Generic[T]):
     """Calls `look` again and again, and keeps its last result."""
 
     def __init__(self, look: Callable[[Callable[[], object]], T], every_s: float) -> None:
-        """`look` gets a function that says that it goes on."""
+        """`look` gets a function to call again and again while the look makes progress."""
         self._look, self._every_s = look, every_s
         self._over = threading.Condition()
         self._stopped = threading.Event()
@@ -36,11 +36,11 @@ class Watch(Generic[T]):
         threading.Thread(target=self._run, name="fskv-top", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no further look; one that hangs is left alone."""
+        """Begin no further look; a look that hangs is left alone."""
         self._stopped.set()
 
     def wait(self, until_s: float, answers: int = 1) -> None:
-        """Wait for so many looks; for the first one longer, as long as it is heard of."""
+        """Wait for `answers` looks until `until_s`; longer for the first look, while it makes progress."""
         with self._over:
             while self.answers < answers and (
                 time.monotonic() < until_s or (self.answers == 0 and self.silent_s < SLOW_S)
@@ -52,7 +52,7 @@ class Watch(Generic[T]):
 
     @property
     def silent_s(self) -> float:
-        """For how long the present look has not been heard of; 0 between two looks."""
+        """Seconds since the present look last made progress; 0 between two looks."""
         return max(0.0, round(time.monotonic() - self._heard_at, 1))
 
     @property
