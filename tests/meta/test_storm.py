@@ -37,15 +37,18 @@ def storm(directory, *arguments):
 
 @pytest.mark.slow
 def test_no_wrong_byte_is_served_while_writers_are_killed_and_files_damaged(tmp_path):
-    code, facts = storm(tmp_path, "--kills", "15")
-    assert (code, facts["problems"], facts["leaks"], facts["parts_left"]) == (0, [], [], 0)
-    # The storm was one: chunks were stored and loaded, and damage was met.
-    assert facts["kills"]["all"] == 15
-    assert facts["kills"]["while a part was open"] > 0
-    assert facts["counted"]["stored"] > 100
-    assert facts["counted"]["loaded"] > 100
-    assert facts["counted"]["load corrupt"] > 0
-    assert set(facts["planted"]) == set(storm_damage.KINDS)
+    for _ in range(5):  # when a kill comes is chance
+        code, facts = storm(tmp_path, "--kills", "15")
+        assert (code, facts["problems"], facts["leaks"], facts["parts_left"]) == (0, [], [], 0)
+        # The storm was one: chunks were stored and loaded, and damage was met.
+        assert facts["kills"]["all"] == 15
+        assert facts["counted"]["stored"] > 100
+        assert facts["counted"]["loaded"] > 100
+        assert facts["counted"]["load corrupt"] > 0
+        assert set(facts["planted"]) == set(storm_damage.KINDS)
+        if facts["kills"]["while a part was open"] > 0:
+            return
+    pytest.fail("no kill came while a part was open")
 
 
 @pytest.mark.slow
