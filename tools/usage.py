@@ -108,7 +108,7 @@ class RootUsage:
                 parts.in_progress_nbytes += part.nbytes
 
     def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:
-        """Return sums by the `key` of each namespace and group."""
+        """Return the sums of all groups by what `key(namespace, group)` returns, sorted."""
         found: dict[Key, Count] = {}
         for usage in self.namespaces:
             for group, count in usage.counts.items():

@@ -33,7 +33,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds that one engine or watcher was given, in bytes on disk; None: no bound."""
+    """Limits that one engine or watcher was given, in bytes on disk if not said otherwise; None: none."""
 
     max_nbytes: int | None = None
     keep_free: int | Share = 0

@@ -140,7 +140,7 @@ class SharedFiles:
         return found
 
     def publish_usage(self, usage: Usage) -> None:
-        """Publish the usage. Raises OSError, also where it is too long to be read: see `shortened`."""
+        """Publish the usage. Raises OSError, also for a usage above MAX_USAGE_NBYTES: `shortened`."""
         self._write(USAGE_FILE, _encoded(usage), MAX_USAGE_NBYTES)
 
     def usage(self) -> Usage | None:

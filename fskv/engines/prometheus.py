@@ -1,4 +1,4 @@
-"""Publishes fskv.observe.metrics to Prometheus, in a process whose engine serves all collectors."""
+"""Registers fskv.observe.metrics with prometheus_client, so that the engine's own /metrics serves them."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class Mover:
 
     @property
     def idle(self) -> bool:
-        """Return whether no file waits or is being read or written, not even by a thread that hangs."""
+        """Return whether no store waits and no thread works on a file, hung threads included."""
         return not (self._runner.num_open_stores or self._runner.num_running)
 
     def _collect(self) -> None:

@@ -2,8 +2,8 @@
 
 This happens in the process of `vllm serve`, seconds after its start. The engine would find the same faults
 only after it has read the weights. vLLM asks for a connector's class then and hands over no configuration, so
-this module looks for the configuration among the callers. If it is not found, only the engine's own check is
-left.
+this module looks for the configuration among the callers. If they do not have it, only the engine's own
+check is left.
 """
 
 from __future__ import annotations
