@@ -208,7 +208,7 @@ class Admission:
         self.num_seen_again += again
         return again or self.stores_all
 
-    def hear(self, packed: bytes) -> None:
+    def receive(self, packed: bytes) -> None:
         """Take the sights of other engines, and of those before this one."""
         if self.mode == "all":
             return

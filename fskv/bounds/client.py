@@ -357,7 +357,7 @@ class Capacity:
         if self._process is None:
             return
         with contextlib.suppress(BlockingIOError):
-            while received := self._process.hear(_READ_NBYTES):
+            while received := self._process.receive(_READ_NBYTES):
                 try:
                     self._unpacker.feed(received)
                     for message in self._unpacker:

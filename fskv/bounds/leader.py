@@ -152,7 +152,7 @@ class Leader:
         self._grace_s = grace_s
 
     @property
-    def in_office(self) -> bool:
+    def is_leader(self) -> bool:
         """Return whether the lease is held, and was without a break since this leader began."""
         return self._lease.held and self._lease.term == self._term
 
@@ -331,15 +331,15 @@ class Leader:
         if walked:
             await self._walk()
             space = Space.of(self._root)
-        if self.in_office:
+        if self.is_leader:
             await self._prune(space)
-        if walked and self.in_office:
+        if walked and self.is_leader:
             await self._prune_unused()
             claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
             before_ns = self._lease.now_ns() - _EMPTY_NS
             await asyncio.to_thread(self._count.remove_namespaces, before_ns, claimed)
         now = time.monotonic()
-        if not self.in_office:
+        if not self.is_leader:
             return
         if now - self._orphans_at > _ORPHANS_S:
             self._orphans_at = now
@@ -355,7 +355,7 @@ class Leader:
             for name, heard in self._heard.items()
             if heard.has_changed and started - heard.at < _FRESH_S
         ]
-        if await self._count.walk(alive, late_nbytes, lambda: self.in_office):
+        if await self._count.walk(alive, late_nbytes, lambda: self.is_leader):
             self._known = True
             self._usage = replace(self._usage, at_ms=time.time_ns() // 1_000_000)
             now = time.monotonic()
@@ -369,7 +369,7 @@ class Leader:
             self._stuck.clear()
         done: list[Scope] = []
         # A prune for one bound helps the wider ones: look again after each.
-        while (scope := self._next_scope(space, done)) is not None and self.in_office:
+        while (scope := self._next_scope(space, done)) is not None and self.is_leader:
             done.append(scope)
             excess = scope.excess(replace(self._usage, namespaces=self._count.nbytes))
             if scope.kind == "free":
@@ -458,7 +458,7 @@ class Leader:
     def _still_held(self) -> bool:
         with contextlib.suppress(OSError):
             self._lease.renew()
-        return self.in_office
+        return self.is_leader
 
     def _note(self, pruned: Pruned) -> None:
         """Subtract removed chunks and announce them; raises OSError if the root was away then."""

@@ -142,7 +142,7 @@ class Maintainer:
                 logger.warning("fskv: %s was no directory, it is now %s", path, aside)
             make_directory(path, self._dir_mode, self._root)
 
-    def hear(self, *, sights: bytes = b"", **counts: Any) -> None:
+    def receive(self, *, sights: bytes = b"", **counts: Any) -> None:
         """Take what the engine said last: counts of its heartbeat, and the names that it saw first."""
         self._heartbeat = replace(self._heartbeat, **counts)
         self._new_sights = (self._new_sights + sights)[-_MAX_SIGHTS_NBYTES:]
@@ -269,7 +269,7 @@ class Maintainer:
         if is_news:
             self._heartbeat = replace(self._heartbeat, limits=Limits())
             self._publish()
-        if is_news and self._leader is not None and self._leader.in_office:
+        if is_news and self._leader is not None and self._leader.is_leader:
             self._leader.look(self._files.heartbeats(), Space.of(self._root))
             is_news = False
         if not is_news:
@@ -333,7 +333,7 @@ class Maintainer:
 
     def _lead(self, beats: list[Heartbeat], space: Space) -> Usage | None:
         """Look as the leader, and start the next piece of work if one is due and none is under way."""
-        if self._leader is not None and not self._leader.in_office:
+        if self._leader is not None and not self._leader.is_leader:
             # The lease was lost and taken again: others led between.
             self._let_go()
             if self._leader is not None:

@@ -56,7 +56,7 @@ class MaintenanceProcess:
         """
         return os.getpid() == self._owner and _say(self._stdin.fileno(), message)
 
-    def hear(self, most: int) -> bytes:
+    def receive(self, most: int) -> bytes:
         """Return the bytes that the process sent, b"" at its end; raises BlockingIOError if there are none
         yet.
         """

@@ -107,7 +107,7 @@ async def serve(engine: int | None = None) -> None:
                 health_file = message.pop("health_file")
                 maintainer = _begin(message, outbox)
             else:
-                maintainer.hear(**message)
+                maintainer.receive(**message)
 
     next_step = 0.0
     reading = asyncio.ensure_future(reader.read(1 << 16))

@@ -224,7 +224,7 @@ class Lookup:
         for sights in capacity.report_use(
             used, admission.hits, admission.take_new, at_once=at_once
         ):
-            admission.hear(sights)
+            admission.receive(sights)
         if capacity.state is not self._state:
             was_unread = self.unread
             self._state = state = capacity.state

@@ -333,8 +333,8 @@ def steps(root, some, until):
 def test_the_leader_finds_the_mode_and_the_shares_of_all(root):
     some = maintainers(root, 2)
     steps(root, some, lambda: usage_of(root) is not None and holder_of(root))
-    some[0].hear(used=1000, first_hits=1000, second_hits=5000)
-    some[1].hear(used=3000, first_hits=2000, second_hits=1000)
+    some[0].receive(used=1000, first_hits=1000, second_hits=5000)
+    some[1].receive(used=3000, first_hits=2000, second_hits=1000)
     names = [one._heartbeat.name for one in some]
     steps(root, some, lambda: len(usage_of(root).shares) == 2)
     usage = usage_of(root)
@@ -346,14 +346,14 @@ def test_the_leader_finds_the_mode_and_the_shares_of_all(root):
     assert not state.first_sight
     assert state.share == usage.shares[beat.name]
     assert state.room == 1 << 20
-    some[1].hear(used=4000, first_hits=9000, second_hits=1000)
+    some[1].receive(used=4000, first_hits=9000, second_hits=1000)
     steps(root, some, lambda: usage_of(root).first_sight)
 
 
 def test_an_engine_hears_what_another_one_has_seen(root):
     some, heard = maintainers(root, 2), []
     some[0]._send = lambda message: not heard.append(message.get("sights", b"")) or True
-    some[1].hear(sights=packed(1, 2))
+    some[1].receive(sights=packed(1, 2))
     for one in some:
         one._news_at = float("-inf")
     steps(root, some[::-1], lambda: any(heard))
@@ -364,7 +364,7 @@ def test_where_the_last_sights_cannot_be_written_the_lease_is_given_back(root):
     some = maintainers(root, 1)
     steps(root, some, lambda: holder_of(root))
     shutil.rmtree(f"{root}/{SHARED_DIR}/sights")
-    some[0].hear(sights=packed(1))
+    some[0].receive(sights=packed(1))
     some[0].close()
     assert holder_of(root) is None
 
@@ -421,7 +421,7 @@ def test_the_traffic_of_an_hour_is_added_up_and_the_next_hour_begins(root, monke
 
     some = maintainers(root, 1)
     steps(root, some, lambda: usage_of(root) is not None)
-    some[0].hear(written=5 << 20, loaded=1 << 20)
+    some[0].receive(written=5 << 20, loaded=1 << 20)
     steps(root, some, lambda: usage_of(root).hour.stored == 5 << 20)
     assert usage_of(root).hour.loaded == 1 << 20
     monkeypatch.setattr(leader, "_HOUR_MS", 1)
@@ -457,7 +457,7 @@ def test_what_an_engine_loaded_at_its_end_is_told(root):
     some = maintainers(root, 2)
     steps(root, some, lambda: usage_of(root) is not None and len(usage_of(root).counted) == 2)
     leader, other = sorted(some, key=lambda one: not one.seen.holder)
-    other.hear(loaded=1 << 20)
+    other.receive(loaded=1 << 20)
     other.close()
     leader.step()
     assert usage_of(root).hour.loaded == 1 << 20

@@ -276,8 +276,8 @@ def test_garbage_from_the_process_is_no_exception_in_the_engine(root, engine, mo
     said = []
 
     class Says(client.MaintenanceProcess):
-        def hear(self, most):
-            return said.pop() if said else super().hear(most)
+        def receive(self, most):
+            return said.pop() if said else super().receive(most)
 
     monkeypatch.setattr(client, "MaintenanceProcess", Says)
     capacity, clock = engine()

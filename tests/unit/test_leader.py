@@ -326,7 +326,7 @@ def test_what_an_engine_writes_last_is_in_the_sums_after_its_end(root, leads):
             for maintainer in (one, other):
                 await maintainer.try_step()
                 await asyncio.sleep(0.005)
-        one.hear(written=8192, full=0)
+        one.receive(written=8192, full=0)
         one.close()
         if leads:
             assert usage_of(root).nbytes == 8192

@@ -107,7 +107,7 @@ class Tells:
     def send(self, _message):
         return True
 
-    def hear(self, _most):
+    def receive(self, _most):
         message = self.unheard.pop(0) if self.unheard else None
         return b"" if message is None else msgpack.packb({"at": time.monotonic(), **message})
 
@@ -151,7 +151,7 @@ def test_a_start_waits_for_a_process_that_is_slow_to_begin(
         def introduce(self, pid):
             self.pid = pid
 
-        def hear(self, _most):
+        def receive(self, _most):
             if not self.unheard or now < self.unheard[0][0]:
                 raise BlockingIOError
             return msgpack.packb(self.unheard.pop(0)[1])
