@@ -13,14 +13,15 @@ import contextlib
 import os
 import re
 
+from fskv.bounds.admission import NAME_NBYTES
 from fskv.root.beneath import opened
 from fskv.root.files import create_file, regular_file
 from fskv.root.process_id import is_our_name
 from fskv.root.remove import Fate, sweep
 
-_NAME_NBYTES = 8
 _MAX_NBYTES = 1 << 20  # of a file: then another one begins
 _NUM_FILES = 2  # of an engine
+_ATTEMPTS = 16  # to find a number that no file has
 _MAX_TAKEN_NBYTES = 32 << 10  # by one call
 _MAX_BACKLOG_NBYTES = 1 << 20  # what is older is of no use: an engine remembers about as many
 _KEPT_NS = 86_400 * 1_000_000_000
@@ -59,12 +60,15 @@ class SightsLog:
 
     def _create(self) -> int:
         with self._opened() as directory:
-            while True:
+            for attempt in range(1, _ATTEMPTS + 1):
                 self._number += 1
-                with contextlib.suppress(FileExistsError):
-                    name = f"{self._own}{self._number}"
+                name = f"{self._own}{self._number}"
+                try:
                     file = create_file(name, self._file_mode, os.O_APPEND, dir_fd=directory)
                     break
+                except FileExistsError:  # of the process before this one, or of somebody else
+                    if attempt == _ATTEMPTS:
+                        raise
             with contextlib.suppress(OSError):
                 os.unlink(f"{self._own}{self._number - _NUM_FILES}", dir_fd=directory)
         return file
@@ -72,12 +76,12 @@ class SightsLog:
     def take_new(self) -> bytes:
         """Return names that others have told and no call has returned before; not all at once.
 
-        Those of who has told last come first.
+        The names of the youngest files come first.
         """
         found, seen, backlog = b"", {}, _MAX_BACKLOG_NBYTES
         with self._opened() as directory:
             for name, info in self._of_others(directory):
-                size = min(info.st_size, 2 * _MAX_NBYTES) // _NAME_NBYTES * _NAME_NBYTES
+                size = min(info.st_size, 2 * _MAX_NBYTES) // NAME_NBYTES * NAME_NBYTES
                 begin = max(self._read.get((name, info.st_ino), 0), size - backlog)
                 backlog -= max(0, size - begin)
                 seen[name, info.st_ino] = begin
@@ -87,7 +91,7 @@ class SightsLog:
                 with contextlib.suppress(OSError), regular_file(name, dir_fd=directory) as file:
                     os.lseek(file.fd, begin, os.SEEK_SET)
                     content = file.read(room)
-                    content = content[: len(content) // _NAME_NBYTES * _NAME_NBYTES]
+                    content = content[: len(content) // NAME_NBYTES * NAME_NBYTES]
                     found += content
                     seen[name, info.st_ino] = begin + len(content)
         self._read = seen

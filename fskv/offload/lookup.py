@@ -106,6 +106,7 @@ class Lookup:
         # An engine that stores has made the root; one that only loads may be there before.
         self._has_root = config.store
         self._files: Sequence[RankFiles] = ()
+        self._chunk_nbytes: dict[int, int] = {}  # on disk, all files together, by group index
         self._num_movers = 0
         self._storing: dict[ChunkId, _Store] = {}  # whose outcome is not known yet
         self._last_store_at = -math.inf  # when a store was last begun
@@ -133,11 +134,14 @@ class Lookup:
         group one step can fill. `quiet`, `health_file`: see Capacity.
         """
         self._files = list(files)
+        self._chunk_nbytes = {
+            group: sum(each.file_nbytes[group] for each in files) for group in files[0].file_nbytes
+        }
         self._num_movers = num_movers
         config = self._config
         if config.maintenance != "on" or not config.store:
             return
-        step_nbytes = chunks_per_step * sum(sum(each.file_nbytes.values()) for each in files)
+        step_nbytes = chunks_per_step * sum(self._chunk_nbytes.values())
         if not quiet:
             self._say_small_bounds(step_nbytes)
         self.capacity = Capacity(
@@ -267,7 +271,7 @@ class Lookup:
         """Return what the chunks that end at one token take on disk; windows and states have fewer."""
         if (most := max(self._begun.values(), default=0)) >= _ENOUGH_STORES:
             return self._begun_nbytes // most
-        return sum(sum(each.file_nbytes.values()) for each in self._files)
+        return sum(self._chunk_nbytes.values())
 
     def _take_for_store(self, chunk: ChunkId, viewer: Hashable | None) -> bool:
         now = time.monotonic()
@@ -393,7 +397,7 @@ class Lookup:
 
     def _nbytes(self, chunk: ChunkId) -> int:
         """Return the bytes of a chunk on disk, all its files together."""
-        return sum(each.file_nbytes[chunk.group_idx] for each in self._files)
+        return self._chunk_nbytes[chunk.group_idx]
 
     def _probe(self, chunks: Sequence[Key], missed_before: bytes) -> Findings:
         """On a probe thread. Every file of a chunk must be there with its right size.
