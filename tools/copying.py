@@ -184,8 +184,10 @@ class Copier:
         if root.writable:
             root.open_namespace(identity)  # compared, before anything is stored in it
 
-    def copy(self, files: Iterable[ChunkFile], num_threads: int) -> Iterator[Outcome]:
-        """Copy files, and yield the outcome of each, in order."""
+    def copy(
+        self, files: Iterable[ChunkFile], num_threads: int, stop: threading.Event
+    ) -> Iterator[Outcome]:
+        """Copy files until `stop` is set, and yield the outcome of each, in order."""
         pending: deque[Future[Outcome]] = deque()
         pool = ThreadPoolExecutor(num_threads)
         try:
@@ -193,7 +195,7 @@ class Copier:
                 pending.append(pool.submit(self.copy_one, file))
                 if len(pending) > 2 * num_threads:
                     yield pending.popleft().result()
-            while pending:
+            while pending and not stop.is_set():
                 yield pending.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)  # and what is under way is finished

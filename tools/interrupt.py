@@ -4,7 +4,7 @@ SIGTERM and SIGHUP do the same, with 143 and 129.
 
 - While modules are imported, the process ends at once (`__main__`, `exits.leave`).
 - While a command runs (`arm`), it is KeyboardInterrupt, once: what was begun takes itself back.
-- While something is being removed (`stopped_by_signals`), the piece of work in hand is finished and told.
+- While files are removed or copied (`stopped_by_signals`), the piece of work in hand is finished.
 
 A second Ctrl-C ends the process at once; at any moment the root is valid.
 """
@@ -59,14 +59,28 @@ def _lost(unraisable: Any) -> None:
         leave(_asked)
 
 
+class Stop(threading.Event):
+    """An event that SIGINT, SIGTERM or SIGHUP sets."""
+
+    number = 0
+
+    def end(self) -> None:
+        """Raise KeyboardInterrupt where a signal came. The exit code is that signal's."""
+        global _asked  # noqa: PLW0603  a process ends once
+        if self.is_set():
+            _asked = self.number
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event. SIGINT, SIGTERM or SIGHUP sets it. Call it on the main thread."""
-    stop = threading.Event()
+def stopped_by_signals() -> Iterator[Stop]:
+    """Yield the event that signals set meanwhile. Call it on the main thread."""
+    stop = Stop()
 
     def handle(number: int, _: object) -> None:
         if stop.is_set():
             leave(number)
+        stop.number = number
         stop.set()
 
     # Under nohup a hangup is ignored, and stays so.

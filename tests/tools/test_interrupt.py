@@ -167,19 +167,27 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("protected", [True, False])
 def test_whatever_signal_ends_a_copy_leaves_no_part(template, number, protected):
-    """Negative control: with the signal as it is by default the part stays."""
+    """A signal comes while the pool starts a thread, which is then in no list of the pool.
+
+    Negative control: where the signal interrupts the main thread, the thread's part stays.
+    """
     script = (
-        "import os, signal, sys\n"
-        f"signal.signal({number:d}, signal.SIG_DFL)\n"
+        "import contextlib, os, threading, time\n"
         "import fskv_tools.__main__ as program\n"
-        + f"signal.signal({number:d}, signal.SIG_DFL)\n"
+        "from fskv_tools import copying\n"
+        "from fskv_tools.commands import copy\n"
+        + "copy.stopped_by_signals = lambda: contextlib.nullcontext(threading.Event())\n"
         * (not protected)
-        + "from fskv_tools import copying\n"
-        "real, calls = copying.publish_chunk, iter([1])\n"
+        + "real, calls, sent = copying.publish_chunk, iter([1]), threading.Event()\n"
         "def publish(*words):\n"
-        f"    if next(calls, 0): os.kill(os.getpid(), {number:d})\n"
+        f"    if next(calls, 0): os.kill(os.getpid(), {number:d}); sent.set(); time.sleep(0.5)\n"
         "    real(*words)\n"
         "copying.publish_chunk = publish\n"
+        "started = threading.Thread.start\n"
+        "def start(thread):\n"
+        "    started(thread)\n"
+        '    if thread.name.startswith("ThreadPool"): sent.wait(20)\n'
+        "threading.Thread.start = start\n"
         "program.main()\n"
     )
     new = template / "new"
@@ -187,8 +195,30 @@ def test_whatever_signal_ends_a_copy_leaves_no_part(template, number, protected)
     done = subprocess.run(
         [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
     )
-    if protected:
-        assert (done.returncode, done.stderr) == (128 + number, "interrupted\n")
-    else:
-        assert done.returncode == -number
+    assert (done.returncode, done.stderr) == (128 + number, "interrupted\n")
     assert bool(list(new.rglob("*.part"))) is not protected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("name", ["copy", "rm", "prune"])
+def test_the_exit_code_names_the_signal(template, name, number):
+    script = (
+        "import contextlib, os\n"
+        "import fskv_tools.__main__ as program\n"
+        f"from fskv_tools.commands import {name} as command\n"
+        "real = command.stopped_by_signals\n"
+        "@contextlib.contextmanager\n"
+        "def stopped():\n"
+        f"    with real() as stop: os.kill(os.getpid(), {number:d}); yield stop\n"
+        "command.stopped_by_signals = stopped\n"
+        "program.main()\n"
+    )
+    words = [word.format(at=template) for word in COMMANDS[name].split()]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words, "--root", str(template / "kv")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stderr.endswith("interrupted\n")

@@ -121,8 +121,7 @@ def run_bench(settings: Settings) -> Found:
                 contestant.close()
             if not _remove(path):
                 say(f"{path}: could not be removed; remove it by hand")
-        if stop.is_set():
-            raise KeyboardInterrupt
+        stop.end()
 
 
 def _contestants(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from fskv.sizes import parse_keep_free
 
 from ..copying import Copier, Fate, Outcome, Room, open_destination
 from ..exits import UsageError, outcome
+from ..interrupt import stopped_by_signals
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, chunk_files
 from ..terminal import age_option, emit, iec, many, progress, say
@@ -51,9 +53,11 @@ class _Tally:
     stored_nbytes: int = 0
     unlistable: int = 0
 
-    def found(self, one: Namespace) -> Iterator[ChunkFile]:
+    def found(self, one: Namespace, stop: threading.Event) -> Iterator[ChunkFile]:
         for shard in one.listed(self):
             for file in chunk_files(one, shard.records):
+                if stop.is_set():
+                    return
                 if file.mtime_ns >= self.newer_ns:
                     yield file
 
@@ -109,7 +113,7 @@ def command(
     room = Room(destination.path, kept)
     tally = _Tally(as_json, 0 if newer_s is None else time.time_ns() - int(newer_s * 1e9))
     start = time.monotonic()
-    with progress(rate=True) as drawn:
+    with stopped_by_signals() as stop, progress(rate=True) as drawn:
         known = sys.stderr.isatty() and newer_s is None
         total = sum(map(_nbytes, spaces.values())) if known else None
         task = drawn.add_task("copying", total=total)
@@ -122,9 +126,10 @@ def command(
             except RootError as error:
                 tally.complain(Fate.FAILED, one.id, str(error))
                 continue
-            for done in copier.copy(tally.found(one), threads):
+            for done in copier.copy(tally.found(one, stop), threads, stop):
                 tally.add(done)
                 drawn.advance(task, done.file.nbytes)
+    stop.end()
     _report(tally, room, time.monotonic() - start, dry_run=dry_run)
     files = tally.files
     partial = files[Fate.FAILED] or files[Fate.NO_ROOM] or tally.unlistable

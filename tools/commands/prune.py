@@ -21,7 +21,7 @@ from fskv.sizes import Share, parse_keep_free
 from fskv.types import MAX_TOUCH_INTERVAL_S
 
 from ..exits import Exit, UsageError
-from ..interrupt import stopped_by_signals
+from ..interrupt import Stop, stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
@@ -226,7 +226,7 @@ class _Prune:
             )
         need, unseen = self.plan.need(wall_clock_ns()), self.parts.count[Fate.FAILED]
         files, nbytes = self._show(self.plan.forecast(need))
-        done, gone, reached, interrupted = Pruned(), Tally(), None, False
+        done, gone, reached, stop = Pruned(), Tally(), None, Stop()
         what = _words(files, nbytes, self.parts) if files or self.parts.count[PART] else ""
         if not (what or need):
             say("nothing to remove")
@@ -240,10 +240,9 @@ class _Prune:
         else:
             with stopped_by_signals() as stop:
                 done, reached, gone = self._carry_out(files, stop)
-                interrupted = stop.is_set()
             left = _words(self.plan.num_files, self.plan.nbytes, Tally())
             say(f"removed {_words(done.num_files, done.nbytes, gone)}; {left} left")
-            if not (reached or interrupted):
+            if not (reached or stop.is_set()):
                 say("the target is not reached: nothing more could be removed")
         if self.as_json:
             emit(
@@ -262,10 +261,9 @@ class _Prune:
                 unremovable=len(done.failures) + unseen,
                 unlistable=self.plan.unlistable,
                 reached=reached,
-                interrupted=interrupted,
+                interrupted=stop.is_set(),
             )
-        if interrupted:
-            raise KeyboardInterrupt
+        stop.end()
         return bool(done.failures or unseen or self.plan.unlistable or reached is False)
 
     def _look(self) -> None:

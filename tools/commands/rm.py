@@ -28,7 +28,7 @@ from fskv.root.remove import (
 from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, RATE_FILE, SNAPSHOT_FILE, TMP_DIR
 
 from ..exits import Exit, UsageError
-from ..interrupt import stopped_by_signals
+from ..interrupt import Stop, stopped_by_signals
 from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Plan
@@ -111,7 +111,7 @@ def command(
     busy = [] if force else [one.id for one in plan.catalogues if one.id in in_use]
     refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
     files, nbytes = sum(known.num_files for known in plan.catalogues.values()), plan.nbytes
-    removed, interrupted = Tally(), False
+    removed, stop = Tally(), Stop()
     what = f"{many(files, 'file')} ({iec(nbytes)}) of {many(len(plan.catalogues), 'namespace')}"
     if dry_run:
         say(f"would remove {what}; nothing was removed")
@@ -124,7 +124,6 @@ def command(
     else:
         with stopped_by_signals() as stop:
             removed = _remove(plan, stop, as_json=as_json)
-            interrupted = stop.is_set()
         say(f"removed {many(removed.count[_CHUNK], 'file')}, {iec(_nbytes(removed))}")
     foreign, failed = removed.count[Fate.FOREIGN], removed.count[Fate.FAILED]
     if as_json:
@@ -138,10 +137,9 @@ def command(
             foreign=foreign,
             unremovable=failed,
             unlistable=plan.unlistable,
-            interrupted=interrupted,
+            interrupted=stop.is_set(),
         )
-    if interrupted:
-        raise KeyboardInterrupt
+    stop.end()
     if foreign or failed or plan.unlistable:
         raise typer.Exit(Exit.PARTIAL)
 
