@@ -119,11 +119,15 @@ class Identity:
     tenant: str | None = None
     model_runner: str | None = None
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
+    # The weights since an update of the running engine; None: those of its start. {"private": <32 hex
+    # digits>} is known to one engine alone; else the sources of the "model" and of the "draft".
+    epoch: Mapping[str, Json] | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self, "identity")
-        if not self.extra:
-            object.__setattr__(self, "extra", None)
+        for name in ("extra", "epoch"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, None)
         if self.tenant is not None and len(self.tenant) > MAX_TENANT:
             raise _wrong("identity.tenant", f"at most {MAX_TENANT} characters", self.tenant)
         order = [group.group_idx for group in self.groups]
@@ -142,6 +146,11 @@ class Identity:
     def digest(self) -> bytes:
         """sha256 of the canonical JSON: 32 bytes, the namespace digest of every chunk header."""
         return hashlib.sha256(canonical_json(self.to_manifest())).digest()
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the engine that made the namespace can ever use it."""
+        return bool(self.epoch and "private" in self.epoch)
 
     @property
     def digest16(self) -> str:
