@@ -149,7 +149,7 @@ class Epochs:
         if was_unseen:
             names = {part: (self._last(part) or Part(-1), None) for part in (MODEL, DRAFT)}
         sources: dict[str, Json] = {part: name for part, (_, name) in names.items()}
-        if None in sources.values():
+        if not sources or None in sources.values():
             sources = {"private": secrets.token_hex(16)}
         self._names = names
         changes = {rank: one.num_changes for rank, one in self._told.items()}

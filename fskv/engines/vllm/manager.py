@@ -189,6 +189,7 @@ class FskvManager(OffloadingManager):
         self._rate_left: float | None = None
         self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
+        self._waits_until: float | None = None  # for the weights, since the first question
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -281,6 +282,8 @@ class FskvManager(OffloadingManager):
     def rest(self, reason: str) -> None:
         """Neither load nor store as long as there is a reason to do with the weights; "" ends it."""
         if reason != self._watch.resting:
+            if not self._watch.resting:
+                self._waits_until = None
             self._watch.resting = reason
             self.chunks.stopped = bool(reason) or self._watch.off is not None
             if reason:
@@ -326,7 +329,8 @@ class FskvManager(OffloadingManager):
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
         if not allowed or not self._loads or not self._serves(key, req_context):
-            return LookupResult.MISS
+            waits = allowed and self._loads and self._waits_for_weights()
+            return LookupResult.RETRY if waits else LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
@@ -340,6 +344,14 @@ class FskvManager(OffloadingManager):
                 else:
                     self.chunks.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
+
+    def _waits_for_weights(self) -> bool:
+        """Return whether to ask again: the namespace of new weights is there in a moment, most often."""
+        if not self._watch.resting:
+            return False
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + self.config.lookup_timeout_s
+        return time.monotonic() < self._waits_until
 
     def was_asked(self, req_id: str) -> bool:
         """Return whether a lookup for this request was answered from knowledge of files."""

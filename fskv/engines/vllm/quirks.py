@@ -369,6 +369,12 @@ def cached_blocks(kv_cache: KVCacheManager | None) -> object:
     return None if kv_cache is None else kv_cache.block_pool.cached_block_hash_to_block
 
 
+def cached_blocks_of_caller() -> object:
+    """Return the table of cached blocks of the scheduler that is calling; None if none is."""
+    found = _caller(lambda one: hasattr(one, "kv_cache_manager"))
+    return cached_blocks(None if found is None else found.kv_cache_manager)
+
+
 def weight_version() -> str | None:
     """Return the engine's name of its weights; None if no engine core that has one is calling."""
     core = _caller(lambda one: hasattr(one, "get_weight_version"))

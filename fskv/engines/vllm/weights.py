@@ -176,6 +176,38 @@ class Weights:
             os.write(fd, byte)
 
 
+class MarkedWeights:
+    """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
+
+    num_lost = 0
+    method = "in a worker"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._told = b""
+
+    def _read(self) -> bytes:
+        size = os.fstat(self._fd).st_size
+        if size != len(self._told):
+            self._told = os.pread(self._fd, size, 0)
+        return self._told
+
+    @property
+    def num_changes(self) -> int:
+        return self._read().count(b"x")
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        num_changes = self.num_changes
+        return {MODEL: Part(num_changes, PRIVATE)} if num_changes else {}
+
+    @property
+    def is_steady(self) -> bool:
+        told = self._read()
+        is_over = told.count(b"x") == told.count(b".") + told.count(b"!")
+        return is_over and (b"!" not in told or b"." in told.rpartition(b"!")[2])
+
+
 def checkpoint_source(checkpoint: tuple[str, Mapping[str, Any]]) -> Json:
     """Return the source of weights that were loaded from a checkpoint; raises ConfigError.
 
@@ -191,7 +223,7 @@ def checkpoint_source(checkpoint: tuple[str, Mapping[str, Any]]) -> Json:
 class Purity:
     """Follows the steps of one store in a worker: which of vLLM's prefix caches may hold other KV."""
 
-    def __init__(self, weights: Weights, rank: int, *, fixed: bool) -> None:
+    def __init__(self, weights: Weights | MarkedWeights, rank: int, *, fixed: bool) -> None:
         """`fixed`: the user vouches that weights never change."""
         self._weights = weights
         self._fixed = fixed
@@ -243,6 +275,7 @@ class Purity:
 
     def checkpoint_source(self) -> Json:
         """Return the source of the weights that were loaded from a checkpoint; raises ConfigError."""
+        assert isinstance(self._weights, Weights)
         assert self._weights.checkpoint is not None
         return checkpoint_source(self._weights.checkpoint)
 

@@ -114,11 +114,11 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self._refuses)
+        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.refuses)
         return True
 
     @property
-    def _refuses(self) -> bool:
+    def refuses(self) -> bool:
         """Whether a page may hold KV of other weights than those that the namespace names."""
         return self._purity is not None and self._purity.refuses
 
@@ -127,7 +127,7 @@ class FskvWorker(OffloadingWorker):
         ended = self.mover.poll()
         self._loads |= {result.job_id: [result] for result in ended if result.is_load}
         # One that was under way when somebody began to replace the weights has brought KV of the old ones.
-        refuses = self._refuses
+        refuses = self.refuses
         self._failed_jobs |= {
             result.job_id for result in ended if result.failed or (result.is_load and refuses)
         }
@@ -267,7 +267,7 @@ class FskvWorker(OffloadingWorker):
         for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
             chunk = keys.chunks[of_chunk[0].key_idx]
             if not is_load:
-                if self._refuses:
+                if self.refuses:
                     self.mover.leave(chunk, Status.SKIPPED)
                     continue
                 if not self._files.writes(chunk.key_hash):
