@@ -27,13 +27,13 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from fskv.engines.vllm.identity import _model_extra, reuses_kv, weights_text
 from fskv.engines.vllm.loaded import (
-    changing_methods,
     check_unchanged,
     checkpoint_of,
     code_digests,
     find_loaded,
     loaded_files,
 )
+from fskv.engines.vllm.weights import changing_methods
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import model_name
 
@@ -50,6 +50,7 @@ def config_of(model, **fields):
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), hf_config=SimpleNamespace(), revision=None),
         kv_transfer_config=object(),
+        parallel_config=SimpleNamespace(worker_extension_cls=""),
         speculative_config=None,
         load_config=None,
         **fields,
@@ -148,7 +149,7 @@ def test_files_that_are_other_ones_than_before_the_load_stop_the_start(
 
 
 CHANGE = [
-    *("reset_weights", "discard", "sleep", "wake_up", "start_draft_weight_update"),
+    *("reset_weights", "discard", "start_draft_weight_update", "start_weight_update"),
     *("update_weights_from_ipc", "update_named_param", "load_state", "apply_model"),
 ]
 READ = ["compute_weight_checksums", "get_weights", "check_weights", "supports_weight_updates"]
@@ -168,9 +169,9 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
     loaded = find_loaded(config)
     mark = tmp_path / "mark"
     mark.touch()
-    loaded.note_reloads(str(mark))
+    loaded.watch_weights(str(mark))
     assert [getattr(worker, name)() for name in READ] == READ
-    assert not loaded.reloaded
+    assert not loaded.weights.num_changes
     assert mark.stat().st_size == 0
     if through == "runner":
         assert worker.model_runner.reload_weights("there") == "runner there"
@@ -179,27 +180,29 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
         assert model.load_weights("given") == "model given"
     else:
         assert getattr(worker, through)() == through
-    assert loaded.reloaded
-    assert mark.stat().st_size > 0  # what a tier looks at
+    assert loaded.weights.num_changes == 1
+    assert mark.read_bytes() == b"x."  # what a tier looks at
 
 
-@pytest.mark.parametrize("name", ["sleep", "discard"])
-def test_pages_that_are_taken_away_unheard_are_lost_and_after_a_reset_they_are_not(
-    worker_of, checkpoint, monkeypatch, name
+@pytest.mark.parametrize(
+    ("name", "kwargs", "counts"),
+    [
+        ("sleep", {}, (0, 1)),  # the weights come back as they were
+        ("sleep", {"level": 2}, (1, 1)),
+        ("discard", {}, (1, 1)),
+        ("wake_up", {}, (0, 0)),
+    ],
+)
+def test_pages_that_are_taken_away_are_lost_and_weights_with_them_but_for_a_light_sleep(
+    worker_of, checkpoint, monkeypatch, name, kwargs, counts
 ):
-    """An engine that goes to sleep resets its connector first; who calls a worker by itself does not."""
-    monkeypatch.setattr(worker_of, name, lambda self: None, raising=False)
+    monkeypatch.setattr(worker_of, name, lambda self, level=1: None, raising=False)
     config = config_of(checkpoint)
     worker = worker_of(config)
-    loaded = find_loaded(config)
-    loaded.note_reloads()
-    at_rest = [True, True]  # two connectors in one engine
-    loaded.at_rest += [lambda: at_rest[0], lambda: at_rest[1]]
-    getattr(worker, name)()
-    assert not loaded.pages_lost
-    at_rest[0] = False
-    getattr(worker, name)()
-    assert loaded.pages_lost
+    weights = find_loaded(config).weights
+    find_loaded(config).watch_weights()
+    getattr(worker, name)(**kwargs)
+    assert (weights.num_changes, weights.num_lost) == counts
 
 
 def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():
@@ -211,7 +214,7 @@ def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_na
         "start_weight_update",
         "update_weights",
     }
-    assert known | {"start_draft_weight_update", "sleep", "wake_up", "discard"} <= of_worker
+    assert known | {"start_draft_weight_update", "sleep", "discard"} <= of_worker
     reads = {"compute_weight_checksums", "supports_draft_weight_updates", "execute_model"}
     assert not of_worker & (reads | {"get_model", "_check_weight_transfer_engine", "profile"})
     for runner in (GPUModelRunner, NewRunner):

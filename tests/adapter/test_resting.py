@@ -273,6 +273,7 @@ def scheduled(request):
     made = step(None)
     made.scheduled_new_reqs = [SimpleNamespace(req_id=request.request_id, block_ids=([1, 2],))]
     made.num_scheduled_tokens = {request.request_id: 100}
+    made.total_num_scheduled_tokens = 100
     made.scheduled_spec_decode_tokens = {}
     return made
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import world
 import xxhash
+from scheduler_half import add_epochs
 
 from fskv.offload.mover import News
 
@@ -206,6 +207,7 @@ def describing(make_manager):
     connector.connector_scheduler = half
     connector._kv_cache_manager = connector._cached_blocks = None
     connector.budget = LoadBudget(manager)
+    add_epochs(connector)
     return connector, manager, half._events_tracker._pending_event_metadata
 
 
@@ -242,7 +244,7 @@ def test_after_a_reset_nothing_of_before_is_said_and_what_is_found_again_is(desc
     assert list(connector.take_events()) == []
     manager.on_news(News(stored={_chunk(1): {0}}))
     assert [type(event).__name__ for event in connector.take_events()] == ["BlockStored"]
-    manager.doubt_weights("they changed", vouched=False)
+    manager.rest("they changed")
     manager.on_news(News(stored={_chunk(3): {0}}))
     assert list(connector.take_events()) == [], "stopped: nothing will be served"
 

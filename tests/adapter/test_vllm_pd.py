@@ -14,7 +14,7 @@ from world import VLLM
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
-from scheduler_half import scheduler_with, step
+from scheduler_half import add_epochs, scheduler_with, step
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -151,6 +151,7 @@ def test_a_store_reads_its_blocks_before_a_sibling_pulls_into_them(monkeypatch, 
         group_states=[SimpleNamespace(offload_keys=[])],
     )
     half.budget = SimpleNamespace(admitted=lambda *_: None, on_step=lambda _: None)
+    add_epochs(half)
     scheduler._build_partial_tail_store_jobs = scheduler._build_store_jobs = lambda output: {}
     both = multi(Pulls(), half)
     both._requests_to_connector = {"r": 0}

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 import torch
 from one_group import PAGE, worker_of
 from resettable_half import scheduler_around
-from scheduler_half import scheduler_with, step
+from scheduler_half import add_epochs, scheduler_with, step
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -54,6 +54,7 @@ class Ours(FskvConnector):
     def __init__(self, scheduler):
         self.connector_scheduler = scheduler
         self.budget = SimpleNamespace(on_step=lambda scheduled: None)
+        add_epochs(self)
 
 
 def multi(scheduler):
@@ -157,6 +158,7 @@ class Engine:
         self.scheduler = FskvConnector.__new__(FskvConnector)
         self.scheduler.connector_scheduler, self.scheduler._so_far = self.half, SoFar()
         self.scheduler._failed_loads = FailedLoads()
+        add_epochs(self.scheduler, fixed=self.manager.config.weights_fixed)
         self.scheduler.budget = SimpleNamespace(
             on_step=lambda _: None, on_loads=lambda _: None, reset=lambda: None
         )
@@ -274,7 +276,7 @@ def test_a_reset_drops_stores_that_are_queued_and_deferred_before_the_kv_is_give
     make_engine, monkeypatch, told, options
 ):
     if not told:
-        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", dict)
     engine = make_engine(faults.Script(write="H*"), **options)
     kv = engine.kv.clone()
     queued = engine.begin(range(1, 7))
@@ -318,7 +320,7 @@ def test_a_load_in_flight_writes_no_page_that_is_given_up(make_engine, monkeypat
     """At a reset, and where vLLM 0.33 says that it unmaps the KV cache."""
     told = how != "negative_control"
     if not told:
-        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", lambda: None)
+        monkeypatch.setattr("fskv.engines.vllm.connector.drop_in_workers", dict)
     engine = make_engine(faults.Script(), weights_fixed=True)
     engine.begin([1])
     engine.step()

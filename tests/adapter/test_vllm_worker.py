@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from cuda_sim import SimEvent, simulation
@@ -33,8 +34,8 @@ class Rig:
         config = StoreConfig.from_mapping(
             {"root": str(root), "maintenance": "off", "io_threads": 2, "direct_io": "off"}
         )
-        self.reloaded = False
-        self.worker = worker_of(config, tensor, reloaded=lambda: self.reloaded)
+        self.purity = SimpleNamespace(refuses=False)
+        self.worker = worker_of(config, tensor, purity=self.purity)
 
     def submit(self, job, numbers, *, load, blocks=None):
         keys = ChunkKeys([ChunkId(bytes([n]) * 32, 0) for n in numbers])
@@ -155,7 +156,7 @@ def test_after_weights_were_replaced_no_load_is_good_however_fast_it_is(rig, mon
         wait(runner, job_ids)
 
     monkeypatch.setattr(JobRunner, "wait", late)
-    rig.reloaded = reloaded
+    rig.purity.refuses = reloaded
     rig.submit(1, [1, 2, 3], load=True)
     assert rig.finish(1) is reloaded
     assert bool(rig.tensor.any()) is not reloaded, "no page is touched"
@@ -165,5 +166,5 @@ def test_after_weights_were_replaced_no_load_is_good_however_fast_it_is(rig, mon
 def test_a_load_under_way_while_weights_are_replaced_is_not_good(rig, reloaded):
     rig.submit(1, [1, 2, 3], load=True)
     wait_for(lambda: bool((rig.tensor[1:4] == 7).all()))
-    rig.reloaded = reloaded
+    rig.purity.refuses = reloaded
     assert rig.finish(1) is reloaded

@@ -30,15 +30,16 @@ def worker_of(config, tensor, **options):
         [CanonicalKVCacheTensor(tensor, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
     )
 
-    def open_namespace():
-        return Root.open(config.root, create=True).open_namespace(make_identity())
+    def open_namespace(epoch):
+        root = Root.open(config.root, create=True)
+        return root.open_namespace(make_identity(epoch=epoch))
 
     return FskvWorker(
         config,
         [group],
         own_files([group], 1, caches, None),
-        open_namespace(),
-        restore=open_namespace,
+        open_namespace({}),
+        open_namespace=open_namespace,
         rank=0,
         world_size=1,
         **options,

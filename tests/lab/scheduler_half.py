@@ -23,6 +23,7 @@ def scheduler_with(jobs):
         on_request_finished=lambda context: None,
         admit=lambda *_: None,
         take_touches=list,
+        rest=lambda reason: None,
     )
     made._req_status = {}
     for number, (req_id, _) in jobs.items():
@@ -44,8 +45,19 @@ def step(preempted):
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_reqs=0
         ),
         num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
         finished_req_ids=set(),
         preempted_req_ids=preempted,
         kv_cache_block_copies=None,
         kv_connector_block_state=None,
     )
+
+
+def add_epochs(connector, *, fixed=True):
+    """Give a bare connector of one rank what it needs to follow the weights."""
+    from fskv.engines.vllm.epochs import Epochs
+
+    connector._epochs = Epochs(1, None, fixed=fixed, has_siblings=False)
+    connector._setup = SimpleNamespace(config=SimpleNamespace(weights_run=None))
+    connector._kv_cache_manager = None
+    connector._opened = {}
