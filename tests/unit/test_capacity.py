@@ -165,7 +165,7 @@ def test_what_a_process_has_not_told_the_next_one_tells(told, monkeypatch):
     made = SimpleNamespace(send=lambda message: sent.append(message) or True, close=lambda: None)
     capacity._begin(made)
     capacity._report()
-    assert sent[-1] == {"written": 2048, "full": 0}
+    assert sent[-1] == {"written": 2048, "full": 0, "namespace": NAME}
     capacity._process = None
 
 
