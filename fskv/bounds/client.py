@@ -210,8 +210,9 @@ class Capacity:
         return f"nobody has counted the root for {_SILENT_S:.0f} s: does it hang?"
 
     def move(self, namespace: str) -> None:
-        """The engine's namespace is another one from now on; the process hears of it with the next step."""
+        """Make another namespace the engine's; the process hears of it now, or with the next step."""
         self._hello["namespace"] = namespace
+        self._hear()  # what was said of the last one
         self._removed, self._others_sights = [], []
         self._report()
 

@@ -248,7 +248,7 @@ class Count:
             self.catalogues[name].remove_empty(self._root, None)
         removed = []
         # Without mtimes nobody knows for how long a namespace was empty.
-        for name in set(self.ours) - claimed if self._mtimes_told else dead:
+        for name in set(self.ours if self._mtimes_told else dead) - claimed:
             path = f"{self._root}/{name}"
             if not self.catalogues[name].is_bare:
                 continue

@@ -80,7 +80,7 @@ class Pruned:
     failures: dict[str, OSError] = field(default_factory=dict)  # by path
     removed: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)  # namespace -> chunks
     forgotten: Counter[str] = field(default_factory=Counter)  # namespace -> bytes as remembered
-    last_use_ns: int = 0  # of the chunk that went last, by its age
+    last_use_ns: int = 0  # of the chunk that went last for its age
     # The root is not there, or not mounted: the rest stays.
     away: OSError | None = None
 

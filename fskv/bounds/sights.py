@@ -49,7 +49,7 @@ class SightsLog:
         return f"{self._digest16}-{self._engine}."
 
     def move(self, digest16: str) -> None:
-        """The namespace is another one from now on: the files about the last one go."""
+        """Begin with another namespace; the files about the last one go."""
         self.close()
         with contextlib.suppress(OSError), self._opened() as directory:
             for number in range(self._number, self._number - _NUM_FILES, -1):

@@ -15,12 +15,24 @@ from types import SimpleNamespace
 
 import msgpack
 import pytest
-from capacity_lab import NAME, WRITER, disk_nbytes, holder_of
+from capacity_lab import (
+    NAME,
+    WRITER,
+    disk_nbytes,
+    holder_of,
+    make_namespace,
+    name_of,
+    private,
+    write_chunk,
+)
 from world import Clock, returns_in_time, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
+from fskv.bounds.eviction_news import EvictionNews
+from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Limits, RootState
+from fskv.bounds.shared_files import SharedFiles
 from trials.soak_judge import maintenance_processes
 
 MAX = 16 << 20
@@ -258,6 +270,46 @@ def test_a_killed_process_is_started_again(engine):
     assert not capacity.take(1 << 24)
     wait_for(lambda: can_store(capacity, 1 << 24))
     assert capacity.pid != old
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["", "negative control"])
+def test_an_engine_with_another_namespace_has_its_news_and_its_heartbeat_there(root, engine, moves):
+    """Its process is the same; one that is started later begins there."""
+    other = name_of(epoch=private(1))
+    for number, name in enumerate((NAME, NAME, other)):
+        write_chunk(make_namespace(root, name, epoch=private(1) if name == other else None), number)
+    news = EvictionNews(f"{root}/{SHARED_DIR}")
+    capacity, clock = engine()
+    pid = capacity.pid
+
+    def beats():
+        found = SharedFiles(f"{root}/{SHARED_DIR}").heartbeats()
+        return {beat.namespace for beat in found}, {beat.name for beat in found}
+
+    def hears(number):
+        for digit, name in enumerate((NAME, other)):
+            news.publish(name.rpartition("@")[2], [(bytes([number] * 16), digit)])
+        heard = []
+        wait_for(lambda: heard.extend(capacity.poll()) or heard)
+        return heard == [(bytes([number] * 16), int(capacity._hello["namespace"] == other))]
+
+    wait_for(lambda: capacity.poll() == [] and capacity.state.namespace_nbytes == 2 * 4096)
+    assert hears(1)
+    if moves:
+        capacity.move(other)
+    name, nbytes = (other, 4096) if moves else (NAME, 2 * 4096)
+    wait_for(lambda: beats()[0] == {name})
+    assert hears(2)
+    wait_for(lambda: capacity.poll() == [] and capacity.state.namespace_nbytes == nbytes)
+    _, names = beats()
+    assert capacity.pid == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not capacity.up)
+    clock.advance(client._RESTART_S + 1)
+    wait_for(lambda: can_store(capacity) and capacity.up)
+    wait_for(lambda: not names & beats()[1])
+    assert beats()[0] == {name}
+    assert hears(3)
 
 
 # What may come from the process instead of messages, or before them.
