@@ -33,6 +33,8 @@ from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Limits, RootState
 from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.sights import SightsLog
+from fskv.root.process_id import unique_name
 from trials.soak_judge import maintenance_processes
 
 MAX = 16 << 20
@@ -279,19 +281,24 @@ def test_an_engine_with_another_namespace_has_its_news_and_its_heartbeat_there(r
     for number, name in enumerate((NAME, NAME, other)):
         write_chunk(make_namespace(root, name, epoch=private(1) if name == other else None), number)
     news = EvictionNews(f"{root}/{SHARED_DIR}")
+    digests = [name.rpartition("@")[2] for name in (NAME, other)]
     capacity, clock = engine()
     pid = capacity.pid
+    sights = [SightsLog(f"{root}/{SHARED_DIR}", digest, unique_name()) for digest in digests]
 
     def beats():
         found = SharedFiles(f"{root}/{SHARED_DIR}").heartbeats()
         return {beat.namespace for beat in found}, {beat.name for beat in found}
 
     def hears(number):
-        for digit, name in enumerate((NAME, other)):
-            news.publish(name.rpartition("@")[2], [(bytes([number] * 16), digit)])
-        heard = []
-        wait_for(lambda: heard.extend(capacity.poll()) or heard)
-        return heard == [(bytes([number] * 16), int(capacity._hello["namespace"] == other))]
+        for which, digest in enumerate(digests):
+            news.publish(digest, [(bytes([number] * 16), which)])
+            sights[which].publish(bytes([which] * 8))
+        removed, seen = [], []
+        wait_for(lambda: removed.extend(capacity.poll()) or removed)
+        wait_for(lambda: seen.extend(capacity.report_use(0, (0, 0), lambda _: b"")) or seen)
+        which = int(moves and number > 1)
+        return removed == [(bytes([number] * 16), which)] and {*b"".join(seen)} == {which}
 
     wait_for(lambda: capacity.poll() == [] and capacity.state.namespace_nbytes == 2 * 4096)
     assert hears(1)
