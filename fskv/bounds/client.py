@@ -87,7 +87,7 @@ class Capacity:
         self._unseen_since: int | None = None  # what was stored when there was none for too long
         self._polled_at = self._listens_since = 0.0
         self._has_spoken = False  # the present process, or none has been restarted
-        self._said: dict[str, int] = {}
+        self._said: dict[str, Any] = {}
         self._pending = 0  # bytes of stores that are under way
         self._written = 0  # bytes on disk, since the present process was started
         self._refused = ""  # why the last store was
@@ -209,20 +209,18 @@ class Capacity:
             return ""
         return f"nobody has counted the root for {_SILENT_S:.0f} s: does it hang?"
 
-    def settle(self, taken: int, written: int) -> None:
-        """A store has ended: of `taken` bytes that it took `written` are on disk now."""
+    def move(self, namespace: str) -> None:
+        """Make another namespace the engine's; the process hears of it now, or with the next step."""
+        self._hello["namespace"] = namespace
+        self._hear()  # what was said of the last one
+        self._removed, self._others_sights = [], []
+        self._report()
+
+    def settle(self, taken: int, written: int, loaded: int = 0) -> None:
+        """Of `taken` bytes that a store took `written` are on disk now; and so many were `loaded`."""
         self._pending = max(0, self._pending - taken)
         self._written += written
-
-    def move(self, namespace: str) -> None:
-        """The engine has another namespace from now on."""
-        self._hello["namespace"] = namespace
-        if self._process is not None:
-            self._process.send({"namespace": namespace})
-
-    def loaded(self, nbytes: int) -> None:
-        """So many bytes of chunks were loaded."""
-        self._loaded += nbytes
+        self._loaded += loaded
 
     def report_use(
         self,
@@ -317,8 +315,9 @@ class Capacity:
         return removed
 
     def _report(self) -> None:
-        """Tell the process the engine's sums; an unsent report goes with the next step."""
-        message = {"written": self._written, "full": self._full}
+        """Tell the process the engine's namespace and sums; an unsent report goes with the next step."""
+        namespace = self._hello["namespace"]
+        message = {"written": self._written, "full": self._full, "namespace": namespace}
         if self._process is not None and message != self._said and self._process.send(message):
             self._said = message
 

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from fskv.bounds.lease import SHARED_DIR, Lease
@@ -81,6 +81,11 @@ class Count:
         return self._manifests.tenants
 
     @property
+    def private(self) -> AbstractSet[str]:
+        """Return the namespaces that only the engine that made them can ever use."""
+        return self._manifests.private
+
+    @property
     def ours(self) -> list[str]:
         """Return fskv's own namespaces; foreign directories are never touched."""
         return [name for name in self.catalogues if name not in self._manifests.foreign]
@@ -115,13 +120,7 @@ class Count:
         now_ns = self._lease.now_ns()
         relist = not self._mtimes_tell(alive, now_ns)
         names = all_namespaces(self._root)
-        for gone in self._manifests.gone((self.catalogues.keys() | self.nbytes.keys()) - names):
-            self.catalogues.pop(gone, None)
-            self._counted_as.pop(gone, None)
-            self.nbytes.pop(gone, None)
-            self._reported.pop(gone, None)
-            self._uncounted.pop(gone, None)
-            self._manifests.forget(gone)
+        self.forget(self._manifests.gone((self.catalogues.keys() | self.nbytes.keys()) - names))
         await asyncio.to_thread(self._judge, names)
         now_ns = max(0, now_ns - 2 * _OFF_NS)
         again = [(self._again + i) % NUM_SHARDS for i in range(_LISTED_AGAIN)]
@@ -148,6 +147,16 @@ class Count:
                 self._unsaved.add(name)
         await asyncio.to_thread(self.remove_empty, now_ns - _EMPTY_NS)
         return True
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget namespaces that are gone."""
+        for gone in names:
+            self.catalogues.pop(gone, None)
+            self._counted_as.pop(gone, None)
+            self.nbytes.pop(gone, None)
+            self._reported.pop(gone, None)
+            self._uncounted.pop(gone, None)
+            self._manifests.forget(gone)
 
     def _correct(
         self, name: str, catalogue: Catalogue, late_nbytes: int, *, upwards_only: bool
@@ -228,16 +237,27 @@ class Count:
         """Remove directories of chunks that were empty before `before_ns` (None: now); returns how many."""
         return sum(self.catalogues[name].remove_empty(self._root, before_ns) for name in self.ours)
 
-    def remove_namespaces(self, before_ns: int, claimed: AbstractSet[str]) -> None:
-        """Remove namespaces that were empty before that time and that no heartbeat names."""
+    def remove_namespaces(
+        self, before_ns: int, claimed: AbstractSet[str], dead: Sequence[str]
+    ) -> list[str]:
+        """Remove empty namespaces that are `dead`, or empty since before that time and without a heartbeat.
+
+        Returns those that are gone.
+        """
+        for name in dead:
+            self.catalogues[name].remove_empty(self._root, None)
+        removed = []
         # Without mtimes nobody knows for how long a namespace was empty.
-        for name in set(self.ours) - claimed if self._mtimes_told else ():
+        for name in set(self.ours if self._mtimes_told else dead) - claimed:
             path = f"{self._root}/{name}"
             if not self.catalogues[name].is_bare:
                 continue
             at_ns = [dir_mtime_ns(f"{path}/{part}") for part in (".", CHUNK_DIR, TMP_DIR)]
-            if 0 < max(at_ns) < before_ns and remove_namespace(self._root, path).is_gone:
-                logger.info("fskv: removed %s, which was empty for a day", path)
+            is_due = name in dead or 0 < max(at_ns) < before_ns
+            if is_due and remove_namespace(self._root, path).is_gone:
+                logger.info("fskv: removed %s, which is empty and of no engine", path)
+                removed.append(name)
+        return removed
 
     def save_snapshots(self, file_mode: int) -> None:
         """Write the snapshots that are out of date; a failed write is logged."""

@@ -80,7 +80,7 @@ class Pruned:
     failures: dict[str, OSError] = field(default_factory=dict)  # by path
     removed: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)  # namespace -> chunks
     forgotten: Counter[str] = field(default_factory=Counter)  # namespace -> bytes as remembered
-    last_use_ns: int = 0  # of the chunk that went last
+    last_use_ns: int = 0  # of the chunk that went last for its age
     # The root is not there, or not mounted: the rest stays.
     away: OSError | None = None
 
@@ -135,8 +135,11 @@ async def evict(
     may_go_on: Callable[[], bool] = lambda: True,
     stuck: AbstractSet[str] = frozenset(),
     told: Callable[[Pruned], object] = lambda _: None,
+    first: Sequence[Catalogue] = (),
 ) -> Pruned:
     """Remove the least recently used chunks, until `need` is met, none is left or `may_go_on()` is false.
+
+    Chunks of `first`, which nobody can use again, go before all others, however young they are.
 
     After each step `told` hears what has gone. The catalogues are updated: what is gone is forgotten, what
     was used meanwhile has its new mtime. No link is followed below `root`. Raises what `told` raises.
@@ -144,7 +147,8 @@ async def evict(
     pruned, stuck = Pruned(), {*stuck}
     remove = aiofiles.os.wrap(_remove_batch)
     while (left := need.less(pruned)) and pruned.away is None and may_go_on():
-        candidates = await asyncio.to_thread(plan, catalogues, left, stuck)
+        dead = await asyncio.to_thread(plan, first, left, stuck)
+        candidates = dead or await asyncio.to_thread(plan, catalogues, left, stuck)
         if not candidates:
             break
         step = _Step(root, left, Pruned())
@@ -153,6 +157,8 @@ async def evict(
                 break
             await remove(step, candidates[at : at + _BATCH])
         step.forget()
+        if dead:
+            step.pruned.last_use_ns = 0
         stuck |= step.pruned.failures.keys()
         pruned.add(step.pruned)
         told(step.pruned)

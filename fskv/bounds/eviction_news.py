@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from fskv.root.beneath import opened
 from fskv.root.files import publishing, regular_file
 from fskv.root.process_id import is_our_name, unique_name
-from fskv.root.remove import Fate, sweep
+from fskv.root.remove import remove_old
 
 _KEPT_NS = 60 * 1_000_000_000
 ENTRY_NBYTES = 20  # XXH3-128 of the key, group (little endian)
@@ -75,15 +75,7 @@ class EvictionNews:
 
     def remove_old(self, now_ns: int) -> None:
         """Remove news that every engine has had time to read. `now_ns`: the file system's own clock."""
-
-        def judge(name: str, info: os.stat_result) -> str:
-            if not is_news(name):
-                return Fate.FOREIGN
-            is_old = now_ns and abs(now_ns - info.st_mtime_ns) > _KEPT_NS
-            return "news" if is_old else Fate.STAYS
-
-        for _ in sweep(self._root, self.directory, judge):
-            pass
+        remove_old(self._root, self.directory, is_news, now_ns, _KEPT_NS)
 
     def _opened(self) -> contextlib.AbstractContextManager[int]:
         """Yield the directory's descriptor: whatever takes its place meanwhile, nothing else is touched."""

@@ -58,6 +58,7 @@ _FULL_SHARE = 0.03  # of everything: what goes when a disk is full without any b
 _FULL_LEAST = 64 << 20
 _FUTILE_S = 5.0
 _EMPTY_NS = 86_400 * 1_000_000_000  # a namespace without a chunk or an engine goes then
+_DEAD_S = 3600.0  # and a private one without an engine, with its chunks
 _STUCK_S = 600.0  # files that could not be removed are tried again
 _AWAITED_S, _LONGEST_S = 30.0, 3600.0
 _USE_HALF_LIFE_S = 600.0  # of what an engine has used, in its share
@@ -142,6 +143,8 @@ class Leader:
         self._peak = 0.0  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, Heard] = {}  # by the heartbeat's name
+        # Private namespace -> for how long no living heartbeat has named it.
+        self._unnamed_s: dict[str, float] = {}
         self._looked_at = self._published_at = float("-inf")
         self._walk_at = self._snapshot_at = self._orphans_at = float("-inf")
         self._full: dict[str, int] = {}  # heartbeat -> its `full` that was served
@@ -191,6 +194,11 @@ class Leader:
         for name in dead:  # who was only frozen publishes again
             self._files.withdraw(name)
         self._beats = [beat for beat in beats if beat.name not in dead]
+        # Between two looks that lie far apart we saw nothing: that is no silence of others.
+        self._unnamed_s = {
+            name: self._unnamed_s.get(name, 0.0) + min(passed_s, TTL_S)
+            for name in self._count.private - self._claimed
+        }
         # A heartbeat that is missed at a look comes back: it must not count again.
         for table in (self._counted, self._full, self._loaded):
             missed = [name for name in table if name not in self._heard]
@@ -204,6 +212,14 @@ class Leader:
         self._peak = max(rate, self._peak * _PEAK_FADE**passed_s)
         self._publish(space, max(int(rate), faded))
         return self._usage if self._known else None
+
+    @property
+    def _claimed(self) -> set[str]:
+        return {beat.namespace for beat in self._beats if beat.namespace is not None}
+
+    def dead(self, unnamed_s: float = SILENT_S) -> list[str]:
+        """Return private namespaces without a living heartbeat for so long: nobody can use them again."""
+        return [name for name in self._count.ours if self._unnamed_s.get(name, 0.0) > unnamed_s]
 
     def _add(self, beat: Heartbeat, unknown: int, passed_s: float) -> int:
         """Add the bytes that an engine has written since its last heartbeat; returns their number.
@@ -260,7 +276,7 @@ class Leader:
         tenants = {b.namespace: b.tenant for b in self._beats if b.namespace and b.tenant}
         tenants = {**tenants, **self._count.tenants}
         max_nbytes, kept, of_tenants = smallest(self._beats, tenants.values(), space)
-        claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
+        claimed = self._claimed
         counted = {n: at for n, at in self._count.nbytes.items() if at != (0, 0) or n in claimed}
         least = min([n for n in (max_nbytes, *of_tenants.values()) if n is not None], default=None)
         if kept:
@@ -335,9 +351,10 @@ class Leader:
             await self._prune(space)
         if walked and self.is_leader:
             await self._prune_unused()
-            claimed = {beat.namespace for beat in self._beats if beat.namespace is not None}
-            before_ns = self._lease.now_ns() - _EMPTY_NS
-            await asyncio.to_thread(self._count.remove_namespaces, before_ns, claimed)
+            before_ns, dead = self._lease.now_ns() - _EMPTY_NS, self.dead(_DEAD_S)
+            await self._free(dead, Need(MAX_COUNT, before_ns=MAX_COUNT))
+            remove = self._count.remove_namespaces
+            self._count.forget(await asyncio.to_thread(remove, before_ns, self._claimed, dead))
         now = time.monotonic()
         if not self.is_leader:
             return
@@ -428,14 +445,19 @@ class Leader:
         return [name for name in self._count.ours if self._count.tenants.get(name) == scope.name]
 
     async def _free(self, members: list[str], need: Need) -> int:
-        """Remove least recently used chunks of these namespaces, and tell everybody; returns bytes."""
+        """Remove chunks of these namespaces, and tell everybody; returns bytes.
+
+        Those of dead namespaces go first, then the least recently used.
+        """
+        known, dead = self._count.catalogues, {*self.dead()}
         pruned = await evict(
-            [self._count.catalogues[name] for name in members],
+            [known[name] for name in members if name not in dead],
             need,
             self._root,
             may_go_on=self._still_held,
             stuck=self._stuck,
             told=self._note,
+            first=[known[name] for name in members if name in dead],
         )
         freed = pruned.nbytes + pruned.vanished_nbytes
         if need.before_ns is None:

@@ -143,8 +143,11 @@ class Maintainer:
             make_directory(path, self._dir_mode, self._root)
 
     def receive(self, *, sights: bytes = b"", **counts: Any) -> None:
-        """Take what the engine said last: counts of its heartbeat, and the names that it saw first."""
-        self._heartbeat = replace(self._heartbeat, **counts)
+        """Take what the engine said last: fields of its heartbeat, and the names that it saw first."""
+        last, self._heartbeat = self._heartbeat, replace(self._heartbeat, **counts)
+        if (namespace := self._heartbeat.namespace) is not None and namespace != last.namespace:
+            self._sights.move(namespace.rpartition("@")[2])
+            self._news = self._new_sights = self._others_sights = b""
         self._new_sights = (self._new_sights + sights)[-_MAX_SIGHTS_NBYTES:]
 
     def step(self) -> float:
@@ -223,15 +226,22 @@ class Maintainer:
             return
         mine = self._heartbeat.namespace
         names = all_namespaces(self._root) if mine is None else {mine}
+        dead = set() if self._leader is None else {*self._leader.dead()}
         # With the snapshot: a walk of everything may take longer than our engine waits for a word.
-        ours = namespaces_of_ours(self._root, names)
-        catalogues = [Catalogue.load(f"{self._root}/{name}") for name in ours]
-        for catalogue in catalogues:
+        ours = namespaces_of_ours(self._root, names | dead)
+        known = {name: Catalogue.load(f"{self._root}/{name}") for name in ours}
+        for catalogue in known.values():
             with contextlib.suppress(OSError):
                 await catalogue.refresh(self._lease.now_ns())
             catalogue.remove_empty(self._root, None)
         removed: list[Pruned] = []
-        pruned = await evict(catalogues, Need(_LEAST_ROOM, 8), self._root, told=removed.append)
+        pruned = await evict(
+            [known[name] for name in ours if name not in dead],
+            Need(_LEAST_ROOM, 8),
+            self._root,
+            told=removed.append,
+            first=[known[name] for name in ours if name in dead],
+        )
         self._states.say(
             "pruned_for_room",
             logging.WARNING,

@@ -17,7 +17,7 @@ from fskv.bounds.admission import NAME_NBYTES
 from fskv.root.beneath import opened
 from fskv.root.files import create_file, regular_file
 from fskv.root.process_id import is_our_name
-from fskv.root.remove import Fate, sweep
+from fskv.root.remove import remove_old
 
 _MAX_NBYTES = 1 << 20  # of a file: then another one begins
 _NUM_FILES = 2  # of an engine
@@ -36,13 +36,25 @@ class SightsLog:
         self.directory = f"{shared}/sights"
         self._root = os.path.dirname(shared)
         self._digest16 = digest16
-        self._own = f"{digest16}-{engine}."
+        self._engine = engine
         self._file_mode = file_mode
         self._file: int | None = None  # made by us, whatever has its name meanwhile
         self._number = 0
         self._read: dict[
             tuple[str, int], int
         ] = {}  # name and inode -> how many bytes of it were read
+
+    @property
+    def _own(self) -> str:
+        return f"{self._digest16}-{self._engine}."
+
+    def move(self, digest16: str) -> None:
+        """Begin with another namespace; the files about the last one go."""
+        self.close()
+        with contextlib.suppress(OSError), self._opened() as directory:
+            for number in range(self._number, self._number - _NUM_FILES, -1):
+                os.unlink(f"{self._own}{number}", dir_fd=directory)
+        self._digest16, self._read = digest16, {}
 
     def publish(self, packed: bytes) -> None:
         """Tell names, of 8 bytes each."""
@@ -115,15 +127,7 @@ class SightsLog:
 
         `now_ns`: the file system's own clock.
         """
-
-        def judge(name: str, info: os.stat_result) -> str:
-            if not is_sights(name):
-                return Fate.FOREIGN
-            is_old = now_ns and abs(now_ns - info.st_mtime_ns) > _KEPT_NS
-            return "sights" if is_old else Fate.STAYS
-
-        for _ in sweep(self._root, self.directory, judge):
-            pass
+        remove_old(self._root, self.directory, is_sights, now_ns, _KEPT_NS)
 
     def close(self) -> None:
         """Close our file; the next names go to another one."""

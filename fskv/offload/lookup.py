@@ -343,8 +343,7 @@ class Lookup:
     def on_news(self, news: News) -> None:
         """Take the news of one mover, or of several."""
         if self.capacity is not None:
-            self.capacity.settle(0, news.written_nbytes)
-            self.capacity.loaded(news.loaded_nbytes)
+            self.capacity.settle(0, news.written_nbytes, news.loaded_nbytes)
             if news.no_space:
                 self.capacity.no_space()
         self._num_loaded += bool(news.loaded_nbytes)

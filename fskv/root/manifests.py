@@ -32,6 +32,7 @@ class Manifests:
     def __init__(self, root: str) -> None:
         self._root = root
         self.foreign: set[str] = set()
+        self.private: set[str] = set()  # of one engine, which uses none again that it has left
         self.tenants: dict[str, str] = {}
         self._judged: dict[str, tuple[int, ...]] = {}
         self._num_told = 0
@@ -47,6 +48,7 @@ class Manifests:
 
     def forget(self, name: str) -> None:
         self.foreign.discard(name)
+        self.private.discard(name)
         self.tenants.pop(name, None)
         self._judged.pop(name, None)
 
@@ -89,11 +91,11 @@ class Manifests:
             state = self._look(name)  # it was away for a moment
         if known and state in (known, None):
             return
-        tenant, foreign = None, True
+        identity = None
         # Without a manifest: a link leads there; or its engine is just starting, and the manifest comes last.
         if state:
             try:
-                tenant, foreign = read_namespace(self._root, name).tenant, False
+                identity = read_namespace(self._root, name)
             except Exception as error:  # it is one of many, and anything may be in it
                 cause = error.__cause__
                 if known and isinstance(cause, OSError) and cause.errno not in _TELLING:
@@ -104,9 +106,11 @@ class Manifests:
                     state = None  # what it says is not known: it is asked again
         self._judged[name] = state or ()
         self.tenants.pop(name, None)
-        if tenant is not None:
-            self.tenants[name] = tenant
-        (self.foreign.add if foreign else self.foreign.discard)(name)
+        if identity is not None and identity.tenant is not None:
+            self.tenants[name] = identity.tenant
+        (self.foreign.add if identity is None else self.foreign.discard)(name)
+        is_private = identity is not None and identity.is_private
+        (self.private.add if is_private else self.private.discard)(name)
 
 
 def namespaces_of_ours(root: str, names: Iterable[str]) -> list[str]:

@@ -212,6 +212,24 @@ def sweep(
             yield place.remove(name, judge)
 
 
+def remove_old(
+    root: str, path: str, is_ours: Callable[[str], bool], now_ns: int, kept_ns: int
+) -> None:
+    """Remove a directory's files of our names that nobody has written to for so long.
+
+    `now_ns` is the file system's own clock; 0, which is no time, makes nothing old enough.
+    """
+
+    def judge(name: str, info: os.stat_result) -> str:
+        if not is_ours(name):
+            return Fate.FOREIGN
+        is_old = now_ns and abs(now_ns - info.st_mtime_ns) > kept_ns
+        return "old" if is_old else Fate.STAYS
+
+    for _ in sweep(root, path, judge):
+        pass
+
+
 def remove_namespace(
     root: str, path: str, judge: Judge = _ANYTHING, *, damaged: bool = False
 ) -> Outcome:

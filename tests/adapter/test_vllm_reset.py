@@ -104,14 +104,11 @@ class Grants:
         self.taken += nbytes
         return True
 
-    def settle(self, back, written):
+    def settle(self, back, written, loaded=0):
         self.taken -= back
 
     def poll(self):
         return ()
-
-    def loaded(self, nbytes):
-        pass
 
     def report_use(self, used, hits, take_sights, at_once=False):
         return []

@@ -20,12 +20,12 @@ from fskv.root.process_id import unique_name
 from fskv.root.root import manifest_bytes
 
 
-def name_of(model="model", tenant=None):
-    return directory(_identity(model, tenant))
+def name_of(model="model", tenant=None, epoch=None):
+    return directory(_identity(model, tenant, epoch))
 
 
-def _identity(model, tenant):
-    return make_identity(arch="cpu", model_name=model, tenant=tenant)
+def _identity(model, tenant, epoch):
+    return make_identity(arch="cpu", model_name=model, tenant=tenant, epoch=epoch)
 
 
 NAME = name_of()
@@ -60,15 +60,20 @@ while True:
 """
 
 
-def make_namespace(root, name=None, model="model", tenant=None):
+def private(number):
+    """Return an epoch that only the engine that began it can use."""
+    return {"private": f"{number:032x}"}
+
+
+def make_namespace(root, name=None, model="model", tenant=None, epoch=None):
     """Make a directory with the manifest of that model; `name` is one that it does not describe."""
-    path = f"{root}/{name or name_of(model, tenant)}"
+    path = f"{root}/{name or name_of(model, tenant, epoch)}"
     os.makedirs(f"{path}/chunks", exist_ok=True)
     with open(f"{root}/fskv.json", "w") as file:
         json.dump({"format": FORMAT}, file)
     os.makedirs(f"{path}/tmp", exist_ok=True)
     with open(f"{path}/namespace.json", "wb") as file:
-        file.write(manifest_bytes(_identity(model, tenant)))
+        file.write(manifest_bytes(_identity(model, tenant, epoch)))
     return path
 
 

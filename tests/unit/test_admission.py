@@ -223,6 +223,20 @@ def test_sights_are_told_once_to_the_engines_of_the_namespace(shared):
     assert log(shared).take_new() == packed(1, 2, 3, 4)  # after a restart, too
 
 
+@pytest.mark.parametrize("moved", [True, False], ids=["", "negative control"])
+def test_an_engine_with_another_namespace_leaves_no_sights_of_the_last_one(shared, moved):
+    one, other, there = log(shared), log(shared), log(shared, digest="f" * 16)
+    one.publish(packed(1))
+    other.publish(packed(2))
+    there.publish(packed(3))
+    if moved:
+        one.move("f" * 16)
+    one.publish(packed(4))
+    assert one.take_new() == packed(3 if moved else 2)
+    assert there.take_new() == (packed(4) if moved else b"")
+    assert other.take_new() == (b"" if moved else packed(1, 4))
+
+
 def test_a_maintenance_process_that_is_started_again_does_not_hear_its_own_engine(shared):
     engine = unique_name()
     log(shared, engine).publish(packed(1))

@@ -15,12 +15,26 @@ from types import SimpleNamespace
 
 import msgpack
 import pytest
-from capacity_lab import NAME, WRITER, disk_nbytes, holder_of
+from capacity_lab import (
+    NAME,
+    WRITER,
+    disk_nbytes,
+    holder_of,
+    make_namespace,
+    name_of,
+    private,
+    write_chunk,
+)
 from world import Clock, returns_in_time, wait_for
 
 from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
+from fskv.bounds.eviction_news import EvictionNews
+from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Limits, RootState
+from fskv.bounds.shared_files import SharedFiles
+from fskv.bounds.sights import SightsLog
+from fskv.root.process_id import unique_name
 from trials.soak_judge import maintenance_processes
 
 MAX = 16 << 20
@@ -165,7 +179,7 @@ def test_what_a_process_has_not_told_the_next_one_tells(told, monkeypatch):
     made = SimpleNamespace(send=lambda message: sent.append(message) or True, close=lambda: None)
     capacity._begin(made)
     capacity._report()
-    assert sent[-1] == {"written": 2048, "full": 0}
+    assert sent[-1] == {"written": 2048, "full": 0, "namespace": NAME}
     capacity._process = None
 
 
@@ -258,6 +272,51 @@ def test_a_killed_process_is_started_again(engine):
     assert not capacity.take(1 << 24)
     wait_for(lambda: can_store(capacity, 1 << 24))
     assert capacity.pid != old
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["", "negative control"])
+def test_an_engine_with_another_namespace_has_its_news_and_its_heartbeat_there(root, engine, moves):
+    """Its process is the same; one that is started later begins there."""
+    other = name_of(epoch=private(1))
+    for number, name in enumerate((NAME, NAME, other)):
+        write_chunk(make_namespace(root, name, epoch=private(1) if name == other else None), number)
+    news = EvictionNews(f"{root}/{SHARED_DIR}")
+    digests = [name.rpartition("@")[2] for name in (NAME, other)]
+    capacity, clock = engine()
+    pid = capacity.pid
+    sights = [SightsLog(f"{root}/{SHARED_DIR}", digest, unique_name()) for digest in digests]
+
+    def beats():
+        found = SharedFiles(f"{root}/{SHARED_DIR}").heartbeats()
+        return {beat.namespace for beat in found}, {beat.name for beat in found}
+
+    def hears(number):
+        for which, digest in enumerate(digests):
+            news.publish(digest, [(bytes([number] * 16), which)])
+            sights[which].publish(bytes([which] * 8))
+        removed, seen = [], []
+        wait_for(lambda: removed.extend(capacity.poll()) or removed)
+        wait_for(lambda: seen.extend(capacity.report_use(0, (0, 0), lambda _: b"")) or seen)
+        which = int(moves and number > 1)
+        return removed == [(bytes([number] * 16), which)] and {*b"".join(seen)} == {which}
+
+    wait_for(lambda: capacity.poll() == [] and capacity.state.namespace_nbytes == 2 * 4096)
+    assert hears(1)
+    if moves:
+        capacity.move(other)
+    name, nbytes = (other, 4096) if moves else (NAME, 2 * 4096)
+    wait_for(lambda: beats()[0] == {name})
+    assert hears(2)
+    wait_for(lambda: capacity.poll() == [] and capacity.state.namespace_nbytes == nbytes)
+    _, names = beats()
+    assert capacity.pid == pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not capacity.up)
+    clock.advance(client._RESTART_S + 1)
+    wait_for(lambda: can_store(capacity) and capacity.up)
+    wait_for(lambda: not names & beats()[1])
+    assert beats()[0] == {name}
+    assert hears(3)
 
 
 # What may come from the process instead of messages, or before them.

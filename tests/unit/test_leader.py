@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from capacity_lab import (
     maintain,
     make_namespace,
     name_of,
+    private,
     run,
     write_chunk,
 )
@@ -38,6 +40,7 @@ from fskv.root.filesystem import Space
 from fskv.root.manifests import Manifests
 from fskv.root.process_id import unique_name
 from fskv.sizes import Share
+from fskv.types import MAX_TOUCH_INTERVAL_S
 
 MIB = 1 << 20
 
@@ -508,3 +511,130 @@ def test_a_namespace_without_chunks_and_engines_goes_after_a_day(root, monkeypat
     maintain(root, _counts(root, 2))
     assert os.path.exists(f"{path}/namespace.json") is bool(stays)
     assert os.path.exists(f"{root}/{NAME}/namespace.json")  # it is young
+
+
+# --- namespaces of one engine alone -----------------------------------------------------------------
+
+EPOCH = {"model": "step 7"}  # of several engines
+
+
+class Passing:
+    """A leader, and an engine that names one namespace while time passes."""
+
+    def __init__(self, root, monkeypatch, named, **limits):
+        self.leader, self.files, _ = leads(root)
+        self.clock, self.number = Clock(), 0
+        fake = SimpleNamespace(monotonic=self.clock, time_ns=time.time_ns)
+        monkeypatch.setattr(leader, "time", fake)
+        self.named, self.limits = named, Limits(**limits)
+        self.look()
+        self.work()
+
+    def look(self, *, missed=False):
+        self.clock.advance(15)
+        self.number += 1
+        mine = beat(OTHER_NODE, beat=self.number, namespace=self.named, limits=self.limits)
+        self.files.withdraw(OTHER_NODE) if missed else self.files.publish(mine)
+        look(self.leader, self.files)
+
+    def work(self):
+        run(self.leader.work(Space(1 << 40, 1 << 40, 0, 0)))
+
+
+def left(namespace):
+    return len([*Path(namespace).glob("chunks/*/*.kv")])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["dead", "named", "missed at a look", "just left", "shared", "foreign", "negative control"],
+)
+def test_for_room_what_nobody_can_use_again_goes_first_however_young_it_is(root, monkeypatch, kind):
+    epoch = EPOCH if kind == "shared" else private(1)
+    theirs = make_namespace(root, epoch=epoch)
+    if kind == "foreign":
+        shutil.copy(f"{root}/{NAME}/namespace.json", theirs)
+    now_ns = time.time_ns()
+    young = [write_chunk(theirs, n, mtime_ns=now_ns - (n + 9) * 10**9) for n in range(5)]
+    for number in range(5, 10):
+        write_chunk(f"{root}/{NAME}", number, mtime_ns=number * 10**9)
+    if kind == "negative control":
+        monkeypatch.setattr(leader.Leader, "dead", lambda *_: [])
+    is_named = kind in ("named", "missed at a look")
+    named = name_of(epoch=epoch) if is_named else NAME
+    time_passes = Passing(root, monkeypatch, named, max_nbytes=1 << 20)
+    for _ in range(2 if kind == "just left" else 6):
+        time_passes.look()
+    if kind == "missed at a look":
+        time_passes.look(missed=True)
+    for path in young:
+        os.utime(path)  # as if it had been used since the walk
+    time_passes.leader._usage = replace(time_passes.leader._usage, max_nbytes=8 * 4096)
+    time_passes.work()
+    is_dead = kind == "dead"
+    assert (left(theirs), left(f"{root}/{NAME}")) == ((2, 5) if is_dead else (5, 2))
+    assert time_passes.leader._usage.touch_interval_s == MAX_TOUCH_INTERVAL_S
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["", "negative control"])
+def test_where_no_lease_can_be_written_what_nobody_can_use_again_goes_first(
+    root, monkeypatch, named
+):
+    """In the control it is another engine's, and our own goes."""
+    monkeypatch.setattr(maintenance, "_LEAST_ROOM", 4096)  # and 8 files
+    clock = Clock()
+    for module in (leader, maintenance):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, time_ns=time.time_ns))
+    theirs = make_namespace(root, epoch=private(1))
+    for number in range(10):
+        write_chunk(theirs, number)
+        write_chunk(f"{root}/{NAME}", number, mtime_ns=number * 10**9)
+
+    async def steps():
+        maintainer = Maintainer(root, beat())
+        for number in range(80):
+            if named:
+                other = beat(OTHER_NODE, beat=number, namespace=name_of(epoch=private(1)))
+                book(root).publish(other)
+            await maintainer.try_step()
+            if maintainer.work is not None:
+                await asyncio.wait([maintainer.work])
+            clock.advance(1)
+        await maintainer.make_room()
+        maintainer.close()
+
+    os.makedirs(f"{root}/{SHARED_DIR}")
+    run(steps())
+    assert (left(theirs), left(f"{root}/{NAME}")) == ((10, 2) if named else (2, 10))
+
+
+@pytest.mark.parametrize("kind", ["dead", "named", "59 minutes", "shared", "not all is ours"])
+def test_what_nobody_can_use_again_is_gone_after_an_hour(root, monkeypatch, caplog, kind):
+    """Files and directories, here of a training of 200 updates. The controls are all kinds but the first."""
+    epochs = [private(n) if kind != "shared" else {"model": f"step {n}"} for n in range(200)]
+    paths = [make_namespace(root, epoch=epoch) for epoch in epochs]
+    for number, path in enumerate(paths):
+        write_chunk(path, number)
+        Path(f"{path}/chunks/{number:03x}").mkdir(exist_ok=True)
+    Path(f"{paths[0]}/prefill_rate.txt").write_text("1000")
+    if kind == "not all is ours":
+        Path(f"{paths[0]}/chunks/notes.txt").touch()
+    write_chunk(f"{root}/{NAME}", 1)
+    of_engine = name_of(epoch=epochs[0]) if kind == "named" else NAME
+    time_passes = Passing(root, monkeypatch, of_engine)
+    one = time_passes.leader
+    assert len(one._count.catalogues) == 201
+    for catalogue in one._count.catalogues.values():
+        catalogue.save()
+    for _ in range(3540 // 15 if kind == "59 minutes" else 3630 // 15):
+        time_passes.look()
+    time_passes.work()
+    time_passes.look()
+    stay = {"dead": 0, "named": 1, "not all is ours": 1}.get(kind, 200)
+    assert sum(map(os.path.exists, paths)) == stay
+    assert len(os.listdir(f"{root}/cpu")) == 1 + stay
+    assert len(one._count.catalogues) == len(one._count.nbytes) == 1 + stay
+    assert len(one._unnamed_s) == {"shared": 0, "named": 0}.get(kind, stay)
+    assert left(paths[0]) == (0 if kind in ("dead", "not all is ours") else 1)
+    assert left(f"{root}/{NAME}") == 1
+    assert "WARNING" not in caplog.text

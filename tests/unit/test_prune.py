@@ -78,6 +78,22 @@ def test_a_look_before_removal_is_what_saves_a_file_that_was_used(namespace, mon
         assert files(namespace) == ({cold} if trusting else {hot})
 
 
+@pytest.mark.parametrize("dead", [True, False], ids=["", "negative control"])
+def test_what_nobody_can_use_again_goes_before_all_others(tmp_path, dead):
+    """Also what was touched meanwhile; and it says nothing about the age of what is in use."""
+    old, young = (make_namespace(tmp_path, f"cpu/m@{n:016x}") for n in range(2))
+    kept = {write_chunk(old, n, mtime_ns=(n + 1) * NS) for n in range(3)}
+    goes = {write_chunk(young, n, mtime_ns=(n + 100) * NS) for n in range(3)}
+    catalogues = [catalogue_of(old), catalogue_of(young)]
+    for path in goes:
+        os.utime(path, ns=(900 * NS, 900 * NS))
+    first = [catalogues.pop()] if dead else []
+    assert prune(catalogues, 3 * 4096, first=first).last_use_ns == (0 if dead else 3 * NS)
+    assert files(old) | files(young) == (kept if dead else goes)
+    if dead:
+        assert prune(catalogues, 1, first=first).last_use_ns == 1 * NS
+
+
 def test_the_files_of_all_ranks_go_together_when_the_last_used_of_them_is_due(namespace):
     names = ["abc" + digit * 29 for digit in "012"]
     paths = [
