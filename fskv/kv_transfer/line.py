@@ -160,12 +160,6 @@ REFUSED = (
         "write a multiple, or remove the option",
     ),
     Row(
-        "weight_transfer_config",
-        lambda value, _, store: "" if value is None or store.weights_fixed else "one",
-        "none: weights that change in a running engine make the KV of its namespace wrong",
-        "'weights_fixed' = true says that they never do",
-    ),
-    Row(
         "calculate_kv_scales",
         _is("true"),
         "false: scales computed from the first requests differ between processes, so their KV cannot be "
@@ -210,12 +204,6 @@ LESS = (
         _is("true", _adapters_trusted),
         "an option 'trust' with \"lora\": fskv neither loads nor stores for requests with an adapter",
         "set 'trust' to [\"lora\"] if an adapter's name never changes its weights",
-    ),
-    Row(
-        "enable_sleep_mode",
-        _is("true", lambda store: store.weights_fixed),
-        "false, or 'weights_fixed': after a sleep fskv neither loads nor stores until the next start",
-        "set 'weights_fixed' to true if weights never change in a running engine",
     ),
     Row(
         "kv_role",

@@ -211,7 +211,7 @@ WEIGHTS_IN_DOUBT = Metric(
     "fskv_weights_in_doubt",
     "gauge",
     "0 or 1",
-    "1 when the weights may have changed: nothing is loaded or stored until the next start.",
+    "1 while the weights are not those of the namespace: nothing is loaded or stored.",
 )
 OFF = Metric(
     "fskv_off",

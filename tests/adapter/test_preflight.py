@@ -36,7 +36,7 @@ class Configuration:
             kv_connector=connector, kv_connector_extra_config=extra, kv_connector_module_path=None
         )
         self.parallel_config = SimpleNamespace(**parallel)
-        self.weight_transfer_config = self.lora_config = None
+        self.lora_config = None
         self.cache_config = SimpleNamespace(calculate_kv_scales=False)
         self.load_config = SimpleNamespace(load_format="auto")
         self.model_config = SimpleNamespace(quantization=None)
@@ -111,7 +111,6 @@ def test_a_root_that_other_nodes_have_is_not_looked_for_here(parallel):
     [
         ({"aux_output_config": SimpleNamespace(enabled=True)}, {}, "enable_return_routed_experts"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "calculate_kv_scales"),
-        ({"weight_transfer_config": object()}, {}, "weight_transfer_config"),
         *(
             ({"load_config": SimpleNamespace(load_format=name)}, {}, "load_format")
             for name in ("npcache", "ipc_cache", "modelexpress", "tensorizer", "a plug-in's")

@@ -65,11 +65,6 @@ EXAMPLES = [
             line(f"--block-size {'9' * 5000}", hybrid_chunk_size=96),
         ],
     ),
-    (
-        "weight_transfer_config",
-        line("--weight-transfer-config.backend nccl"),
-        [line("--weight-transfer-config {}", weights_fixed=True)],
-    ),
     ("calculate_kv_scales", line("--calculate_kv_scales"), [line()]),
     (
         "enable_return_routed_experts",
@@ -93,11 +88,6 @@ EXAMPLES = [
         [line("--enable-prefix-caching")],
     ),
     ("enable_lora", line("--enable-lora"), [line("--enable-lora", trust=["lora"])]),
-    (
-        "enable_sleep_mode",
-        line("--enable-sleep-mode"),
-        [line("--enable-sleep-mode", weights_fixed=True)],
-    ),
     ("kv_role", line(role="kv_consumer"), [line()]),
     ("kv_role", line(role="kv_producer"), [line()]),
     ("max_bytes", line(role="kv_consumer", max_bytes="1GiB"), [line(max_bytes="1GiB")]),

@@ -38,7 +38,6 @@ def _settings(vllm_config: VllmConfig) -> Settings:
         for of, names in (
             (cache, ("calculate_kv_scales", "kv_offloading_backend", "kv_offloading_size")),
             (model, ("quantization",)),
-            (vllm_config, ("weight_transfer_config",)),
             (vllm_config.parallel_config, ("enable_elastic_ep",)),
             (vllm_config.kv_transfer_config, ("kv_connector",)),
         )
