@@ -97,13 +97,21 @@ class StoreConfig:
         "group of the root's directory, which needs the setgid bit (0770, 0660).",
         "Engines of several users share the root.",
     )
+    weights_run: str | None = option(
+        None,
+        "text",
+        "A name of the training run that updates this engine's weights. Your promise: within the run equal "
+        "values of vLLM's `weight_version` mean equal weights, and the version is set between an update and "
+        "the next request. Then engines with the same version share, and find it again. Without it the KV "
+        "after an update is this engine's alone.",
+        "A trainer sets `weight_version` with each update.",
+    )
     weights_fixed: bool = option(
         False,
         "true, false",
-        "Your promise that weights never change inside a running engine. Otherwise a reset of the "
-        "connector's cache, as after a weight update or in sleep mode, stops loads and stores until "
-        "the next start.",
-        "You use sleep mode or reset the prefix cache, and never change weights.",
+        "Your promise that weights never change inside a running engine. Otherwise an update "
+        "of the weights, or a reset of the connector's cache, begins a namespace that no other engine uses.",
+        "You reset the prefix cache, and never change weights.",
     )
     canonical_layout: bool = option(
         False,
@@ -394,6 +402,7 @@ _PARSERS = {
     "weights_id": parse_text,
     "tenant": parse_text,
     "access": _choice("user", "group"),
+    "weights_run": parse_text,
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
     "trust": _parse_trust,

@@ -214,6 +214,12 @@ class Capacity:
         self._pending = max(0, self._pending - taken)
         self._written += written
 
+    def move(self, namespace: str) -> None:
+        """The engine has another namespace from now on."""
+        self._hello["namespace"] = namespace
+        if self._process is not None:
+            self._process.send({"namespace": namespace})
+
     def loaded(self, nbytes: int) -> None:
         """So many bytes of chunks were loaded."""
         self._loaded += nbytes

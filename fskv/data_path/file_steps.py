@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Generic, cast
 
 from fskv.data_path.job import FileTask, State
-from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports import numa
 from fskv.data_path.transports.protocol import OwnSlot, SlotPool, SlotT, Transport
 from fskv.native import _native
@@ -27,14 +26,12 @@ class FileSteps(Generic[SlotT]):
 
     def __init__(
         self,
-        store: ChunkStore[SlotT],
         transport: Transport[SlotT],
         slots: SlotPool[SlotT],
         queue: _native.Queue,
         cpus: frozenset[int] | None,
         clock: Callable[[], float],
     ) -> None:
-        self._store = store
         self._transport = transport
         self._slots = slots
         self._queue = queue
@@ -45,7 +42,7 @@ class FileSteps(Generic[SlotT]):
 
     def gather(self, task: FileTask, slot: SlotT) -> None:
         """Copy a store's pages into a slot; raises the errors of Transport.gather."""
-        base = self._store.layout(task.move.file.group_idx).header_nbytes
+        base = task.job.store.layout(task.move.file.group_idx).header_nbytes
         self._transport.gather(task.move.plan.table, slot, base)
 
     @contextlib.contextmanager
@@ -77,7 +74,7 @@ class FileSteps(Generic[SlotT]):
             seconds = self._clock() - (task.started_at or 0.0) - task.waited_s
             self.done.append((task, status, seconds))
         if touch:  # only now: a disk that hangs costs no load
-            self._store.touch(task.move.file, task.move.use)
+            task.job.store.touch(task.move.file, task.move.use)
 
     def _load(
         self, task: FileTask, transfer: _native.Transfer[FileTask], slot: SlotT | None
@@ -90,11 +87,11 @@ class FileSteps(Generic[SlotT]):
             return Status.TIMED_OUT, False
         status, touch = Status.OK, transfer.old_mtime
         if transfer.state != State.SCATTERING:  # else it was read and checked
-            status, touch = self._store.get(move.file, plan.first_block, plan.num_blocks, slot)
+            status, touch = job.store.get(move.file, plan.first_block, plan.num_blocks, slot)
             touch = touch or move.use is not None
         if status is not Status.OK:
             return status, False
-        base = self._store.layout(move.file.group_idx).header_nbytes
+        base = job.store.layout(move.file.group_idx).header_nbytes
         scatter = self._transport.scatter
         if not self._at_pages(task, transfer, lambda: scatter(slot, base, plan.table)):
             return Status.SKIPPED, False
@@ -130,7 +127,9 @@ class FileSteps(Generic[SlotT]):
             self.done.append((task, None, 0.0))
         assert slot is not None, "it was gathered"
         is_used = move.use is not None
-        status = self._store.put(move.file, move.plan.first_block, slot, touch=not is_used)
+        status: Status = task.job.store.put(
+            move.file, move.plan.first_block, slot, touch=not is_used
+        )
         if status.good and move.use is not None:
-            self._store.touch(move.file, move.use, fresh=status is Status.OK)
+            task.job.store.touch(move.file, move.use, fresh=status is Status.OK)
         return status

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fskv.data_path.transports.protocol import Ready
 from fskv.format.spans import ChunkPlan
@@ -17,6 +17,7 @@ from fskv.types import FileId, Status, Use
 
 if TYPE_CHECKING:
     from fskv import _native
+    from fskv.data_path.store import ChunkStore
 
 
 class FileMove(NamedTuple):
@@ -156,9 +157,10 @@ class Job:
         allowed_s: float,
         ready: Ready | None,
         guard: _native.Guard,
+        store: ChunkStore[Any],
         too_late: Status | None = None,
     ) -> None:
-        """`guard` is the gate before its pages, open if `ready` is None.
+        """`guard` is the gate before its pages, open if `ready` is None. Its files are those of `store`.
 
         `too_late` is the status of a load's files when the load is given up; None: a store.
         """
@@ -168,6 +170,7 @@ class Job:
         self.allowed_s = allowed_s
         self.ready = ready
         self.guard = guard
+        self.store = store
         self.too_late = too_late
         self.fired_at = submitted_at if ready is None else None  # None: the device uses the pages
         self.late = False

@@ -100,7 +100,7 @@ class JobRunner(Generic[SlotT]):
         """
         if num_slots <= num_threads:
             raise ValueError(f"{num_slots} slots for {num_threads} threads")
-        self._store = store
+        self.store = store  # of jobs that begin from now on
         self._deadline = deadline
         self._breaker = breaker
         self._clock = clock
@@ -121,7 +121,7 @@ class JobRunner(Generic[SlotT]):
         self._slots = SlotPool(transport, num_slots, spare - self._max_waiting)
         # While loads run, stores leave them half of the threads.
         self._queue = _native.Queue(num_threads, max(1, num_threads // 2))
-        self._steps = FileSteps(store, transport, self._slots, self._queue, cpus, clock)
+        self._steps = FileSteps(transport, self._slots, self._queue, cpus, clock)
         self._pool: HangProofPool[FileTask, OwnSlot[SlotT]] = HangProofPool(
             "fskv-io", num_threads, max_hung, self._queue, self._steps.run, self._steps.own_slot
         )
@@ -149,7 +149,7 @@ class JobRunner(Generic[SlotT]):
         One that is `refused` fails. It is never begun: an I/O thread may end a load before it is given up.
         """
         deadline_s = self._deadline.for_nbytes(
-            sum(self._store.file_nbytes[move.file.group_idx] for move in moves)
+            sum(self.store.file_nbytes[move.file.group_idx] for move in moves)
         )
         too_late = Status.SKIPPED if allowed_s < deadline_s else Status.TIMED_OUT
         job = self._begin(job_id, moves, min(allowed_s, deadline_s), ready, too_late)
@@ -188,7 +188,7 @@ class JobRunner(Generic[SlotT]):
         if ready is not None and has_fired(ready):
             ready = None
         guard = _native.Guard(ready is None)
-        job = Job(job_id, moves, self._clock(), allowed_s, ready, guard, too_late)
+        job = Job(job_id, moves, self._clock(), allowed_s, ready, guard, self.store, too_late)
         self._jobs[job_id] = job
         return job
 
@@ -228,7 +228,7 @@ class JobRunner(Generic[SlotT]):
 
     def _transfer(self, task: FileTask) -> _native.Transfer[FileTask]:
         job, move = task.job, task.move
-        return self._store.transfer(
+        return job.store.transfer(
             task, move.file, move.plan, job.guard, is_load=job.is_load, use=move.use
         )
 
@@ -358,14 +358,14 @@ class JobRunner(Generic[SlotT]):
             status = STATUS_OF.get(kind)
             if status is not None:
                 answered |= self._set_ended(task, status, seconds)
-                if kind == NativeEvent.STORED:
+                if kind == NativeEvent.STORED and task.job.store is self.store:
                     stored.append(task.move.file)
             if not task.job.is_load:
                 if status is None:
                     self._set_ended(task, Status.SKIPPED, seconds)
                 self._let_go(task)
         if stored:
-            self._store.replaced(stored)
+            self.store.replaced(stored)
         if answered:  # by the disk: once is as good as often
             self._breaker.record(Status.OK)
         while self._unreadable:
@@ -399,10 +399,12 @@ class JobRunner(Generic[SlotT]):
             return False
         self._free(task, status)
         task.stage = Stage.ENDED
+        if not job.is_load and job.store is not self.store:
+            status = Status.SKIPPED  # of a namespace that is not in use any more
         if status is Status.OK and job.is_load:
             nbytes = task.move.plan.nbytes
         elif status is Status.OK:
-            nbytes = self._store.file_nbytes[file.group_idx]
+            nbytes = self.store.file_nbytes[file.group_idx]
         self._outcomes.append(FileOutcome(file, job.is_load, status, nbytes, seconds))
         return True
 
@@ -456,7 +458,7 @@ class JobRunner(Generic[SlotT]):
             if task is None:  # it has ended meanwhile
                 continue
             # All threads share the disk.
-            nbytes = self._num_threads * self._store.file_nbytes[task.move.file.group_idx]
+            nbytes = self._num_threads * self.store.file_nbytes[task.move.file.group_idx]
             seconds = task.disk_s(now)
             if seconds <= self._deadline.for_nbytes(nbytes):
                 continue

@@ -201,6 +201,12 @@ BREAKER_OPENINGS = Metric(
     "times",
     "Openings of the scheduler's breaker, those between two scrapes included.",
 )
+WEIGHT_EPOCH = Metric(
+    "fskv_weight_epoch",
+    "gauge",
+    "",
+    "Updates of the running engine's weights that have begun a namespace.",
+)
 WEIGHTS_IN_DOUBT = Metric(
     "fskv_weights_in_doubt",
     "gauge",
@@ -365,6 +371,7 @@ ALL_METRICS = (
     STORE_QUEUE,
     BREAKER_OPEN,
     BREAKER_OPENINGS,
+    WEIGHT_EPOCH,
     WEIGHTS_IN_DOUBT,
     OFF,
     KNOWN_CHUNKS,

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 # An engine says these by its identity, or does them itself, unless its adapter takes them.
 _NOT_OURS = (
-    *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_fixed"),
+    *("hybrid_chunk_size", "canonical_layout", "load_budget", "weights_id", "weights_run"),
+    "weights_fixed",
     "admission",
     "trust",
 )

@@ -102,7 +102,7 @@ class Lookup:
         )
         # From `attach` on, unless others maintain the root: who only loads writes nothing there.
         self.capacity: Capacity | None = None
-        self.stopped = False  # for good: nothing is found, nothing is stored
+        self.stopped = False  # nothing is found, nothing is stored
         # An engine that stores has made the root; one that only loads may be there before.
         self._has_root = config.store
         self._files: Sequence[RankFiles] = ()
@@ -170,6 +170,14 @@ class Lookup:
                     step_bytes=step_nbytes,
                     reason=f"less than {_SMALL_STEPS} full steps of this engine: part of one is not stored",
                 )
+
+    def move(self, files: Sequence[RankFiles]) -> None:
+        """Look into another namespace from now on, where files are as large as in the last one."""
+        self.forget()
+        self._files = list(files)
+        if self.capacity is not None:
+            path = os.path.relpath(files[0].namespace_path, self._config.root)
+            self.capacity.move(path)
 
     @property
     def attached(self) -> bool:

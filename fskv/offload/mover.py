@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fskv.config import LEAST_AUTO_THREADS, MAX_QUEUED_CHUNKS, MIB, Deadline, StoreConfig
 from fskv.data_path.breaker import Breaker
@@ -167,6 +167,7 @@ class Mover:
             elif answer_s is not None:
                 told = f" (auto: a file opens and is read in {answer_s * 1e3:.1f} ms)"
         self.num_io_threads = num_threads
+        self._layouts = layouts
         store = ChunkStore(directory, layouts, self._transport, restore=restore)
         self.file_nbytes = store.file_nbytes
         self._store = store
@@ -241,6 +242,17 @@ class Mover:
         """
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
+
+    def opened(self, directory: NamespaceDir, restore: Callable[[], object]) -> ChunkStore[Any]:
+        """Return the store of another namespace with the same layouts, for `move_to`. Any thread; raises
+        RootError.
+        """
+        return ChunkStore(directory, self._layouts, self._transport, restore=restore)
+
+    def move_to(self, store: ChunkStore[Any]) -> None:
+        """Give up all jobs, and use another namespace from now on. The lookup must forget."""
+        self.drop()
+        self._store = self._runner.store = store
 
     def use(self, number: int, depth: int) -> Use:
         """Return the stamp of a chunk at `depth` in its prefix; Uses.begin gives the `number` of a use."""

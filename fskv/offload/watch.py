@@ -30,7 +30,9 @@ class Watch:
 
     def __init__(self, config: StoreConfig, lookup: Lookup, engine_rank: int) -> None:
         self.namespace: str | None = None  # in the root; None: the workers have not opened it yet
-        self.in_doubt = False  # the weights may be others: the lookup was stopped
+        self.in_doubt = False  # the weights may be others: the lookup was stopped for good
+        self.resting = ""  # why it is stopped until a change of the weights is over; "": it is not
+        self.epoch = 0  # the number of updates that began a namespace
         # The condition for which the engine neither loads nor stores as long as it runs, and in words.
         self.off: tuple[str, str] | None = None
         self._config = config
@@ -82,7 +84,8 @@ class Watch:
     def _gauges(self) -> dict[Gauge, float]:
         shown: dict[Gauge, float] = {
             metrics.BREAKER_OPEN: float(self._breaker_open()),
-            metrics.WEIGHTS_IN_DOUBT: float(self.in_doubt),
+            metrics.WEIGHTS_IN_DOUBT: float(self.in_doubt or bool(self.resting)),
+            metrics.WEIGHT_EPOCH: float(self.epoch),
             metrics.OFF: float(self.off is not None),
             metrics.KNOWN_CHUNKS: float(self._lookup.presence.num_known),
             metrics.QUARANTINED_CHUNKS: float(self._lookup.presence.num_quarantined),
@@ -115,6 +118,8 @@ class Watch:
             unhealthy |= conditions  # of several that of the first rank
         if self.namespace is None and self.off is None:
             unhealthy[STARTING] = "the workers have not opened the root yet"
+        if self.resting:
+            unhealthy["weights_changing"] = f"neither loads nor stores: {self.resting}"
         if self.in_doubt:
             unhealthy["weights_in_doubt"] = (
                 "weights in doubt: neither loads nor stores until a restart"

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from fskv.engines.vllm.budget import LoadBudget, Reports
+from fskv.engines.vllm.epochs import Epochs, Step
 from fskv.engines.vllm.failed_loads import FailedLoads
 from fskv.engines.vllm.identity import reuses_kv
 from fskv.engines.vllm.manager import PREFIX_CACHING_OFF, ChunkKeys, FskvHandshake, FskvManager
@@ -51,12 +52,15 @@ from fskv.engines.vllm.quirks import (
     load_last_chunks,
     mend_vllm,
     offer_again,
+    offer_all_again,
     prefix_of,
     requests_of_loads,
     take_deferred_stores,
     tell_allocated,
+    weight_version,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
+from fskv.engines.vllm.weights import Served
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -86,7 +90,8 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
 
     news: News = field(default_factory=News)
     loads: Reports = field(default_factory=dict)
-    reloaded: bool = False  # the weights may be others than those of the start
+    served: dict[int, Served] = field(default_factory=dict)  # by rank, where it is news
+    opened: dict[int, FskvHandshake] = field(default_factory=dict)  # with a new epoch
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, FskvWorkerMetadata)
@@ -99,14 +104,16 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
                 job_id: self.loads.get(job_id, []) + other.loads.get(job_id, [])
                 for job_id in self.loads.keys() | other.loads.keys()
             },
-            reloaded=self.reloaded or other.reloaded,
+            served=self.served | other.served,
+            opened=self.opened | other.opened,
         )
 
 
 @dataclass
 class FskvConnectorMetadata(OffloadingConnectorMetadata):
-    """The jobs of a step, and the chunks that are used without one; pickled to the workers."""
+    """The jobs of a step, its weights, and the chunks that are used without a job; pickled to the workers."""
 
+    step: Step | None = None
     touches: list[ChunkKeys] = field(default_factory=list)
 
 
@@ -136,7 +143,7 @@ class FskvConnector(OffloadingConnector):
             # Inside a MultiConnector the scheduler reads the policy of the outer configuration.
             outer.kv_load_failure_policy = "recompute"
         super().__init__(with_spec(vllm_config, setup), role, kv_cache_config)
-        self._set_up(setup, role)
+        self._set_up(setup, role, has_siblings=outer is not None)
 
     def _init_at_rest(
         self,
@@ -171,7 +178,7 @@ class FskvConnector(OffloadingConnector):
         self._manager.turn_off(why, unknown=True)
         self._set_up(setup, role)
 
-    def _set_up(self, setup: Setup, role: KVConnectorRole) -> None:
+    def _set_up(self, setup: Setup, role: KVConnectorRole, *, has_siblings: bool = False) -> None:
         self._setup = setup
         self._cached_blocks: object = None  # as they were when events were last taken
         if role is KVConnectorRole.SCHEDULER:
@@ -184,6 +191,13 @@ class FskvConnector(OffloadingConnector):
                 )
             self._so_far = SoFar()
             self._failed_loads = FailedLoads()
+            self._epochs = Epochs(
+                setup.vllm_config.parallel_config.world_size,
+                setup.config.weights_run,
+                fixed=setup.config.weights_fixed,
+                has_siblings=has_siblings,
+            )
+            self._opened: dict[int, FskvHandshake] = {}  # by rank, the last one
             self.budget = LoadBudget(self._manager)
             self._manager.allowed_s = self.budget.allowed_s
             bpc = setup.geometry.blocks_per_chunk
@@ -257,9 +271,11 @@ class FskvConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin a step: from now on its results are in pages."""
         if (worker := self._worker) is not None:
-            worker.at_rest = False
-            for keys in getattr(self._connector_metadata, "touches", ()):
-                worker.touch(keys)
+            meta = self._connector_metadata
+            if isinstance(meta, FskvConnectorMetadata) and meta.step is not None:
+                worker.on_step(meta.step, lambda: take_deferred_stores(self.connector_worker))
+                for keys in meta.touches:
+                    worker.touch(keys)
             super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -275,10 +291,12 @@ class FskvConnector(OffloadingConnector):
             return None
         stock = super().build_connector_worker_meta()
         news, loads = worker.take_news(), worker.take_loads()
-        if stock is None and not (news or loads or worker.reloaded):
+        served = worker.take_served()
+        if stock is None and not (news or loads or served):
             return None
         known = _fields(stock or OffloadingWorkerMetadata())
-        return FskvWorkerMetadata(**known, news=news, loads=loads, reloaded=worker.reloaded)
+        opened = dict.fromkeys(served, worker.handshake)
+        return FskvWorkerMetadata(**known, news=news, loads=loads, served=served, opened=opened)
 
     def drop_jobs(self) -> None:
         """Touch no KV page for earlier jobs any more: the engine has given its KV up."""
@@ -316,8 +334,13 @@ class FskvConnector(OffloadingConnector):
             raise
 
     def on_new_request(self, request: Request) -> None:
-        trust = self._setup.config.trust
-        most = named_tokens(request.mm_features, self._setup.vllm_config, trusted="media" in trust)
+        trust, vllm_config = self._setup.config.trust, self._setup.vllm_config
+        # After an update of the weights an encoder's outputs may be those of other weights.
+        text = named_tokens(request.mm_features, vllm_config, trusted=False)
+        is_trusted = "media" in trust and not self._epochs.number
+        most = named_tokens(request.mm_features, vllm_config, trusted=True) if is_trusted else text
+        if text < most:
+            self._manager.limit_after_update(request.request_id, int(text))
         if (
             # The block hash covers an adapter's name, not its weights (vllm#30931).
             (request.lora_request is not None and "lora" not in trust)
@@ -359,10 +382,15 @@ class FskvConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.budget.on_step(scheduler_output)
+        step = self._epochs.on_step(
+            cached_blocks(self._kv_cache_manager),
+            weight_version() if self._setup.config.weights_run else None,
+            has_tokens=bool(scheduler_output.total_num_scheduled_tokens),
+        )
+        self._manager.rest(self._epochs.resting)
         meta = super().build_connector_meta(scheduler_output)
-        if touches := self._manager.take_touches():
-            meta = FskvConnectorMetadata(**_fields(meta), touches=touches)
-        return meta
+        touches = self._manager.take_touches()
+        return FskvConnectorMetadata(**_fields(meta), step=step, touches=touches)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._failed_loads.failed(connector_output.failed_recving)
@@ -371,14 +399,24 @@ class FskvConnector(OffloadingConnector):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, FskvWorkerMetadata):
             self.budget.on_loads(told.loads)
-            if told.reloaded:
-                self._manager.doubt_weights(
-                    "weights were loaded again in the running engine, or pages of its KV cache were lost",
-                    vouched=False,
-                )
             self._manager.on_news(told.news)
+            self._on_served(told)
         for req_id in connector_output.failed_recving or ():
             offer_again(self.scheduler, req_id)
+
+    def _on_served(self, told: FskvWorkerMetadata) -> None:
+        """Follow the ranks' weights: rest, begin an epoch, or go on with one that all ranks serve."""
+        self._epochs.on_told(told.served)
+        self._opened |= told.opened
+        number = self._epochs.number
+        if self._epochs.all_serve():
+            try:
+                self._manager.move([*self._opened.values()], number)
+                self._epochs.opened()
+                offer_all_again(self.scheduler)
+            except FskvError as error:
+                self._epochs.refuse(str(error))
+        self._manager.rest(self._epochs.resting)
 
     def reset_cache(self) -> bool | None:
         """Reset the manager and drop the jobs of all workers: no worker then touches a page for them."""
@@ -389,6 +427,8 @@ class FskvConnector(OffloadingConnector):
             events.remove_all()
             self._held_events = [*self._held_events, *super().take_events()]
         super().reset_cache()
+        self._epochs.on_reset()
+        self._manager.rest(self._epochs.resting)
         self.budget.reset()
         # Last: what fails here must not leave the manager as it was.
         drop_in_workers()

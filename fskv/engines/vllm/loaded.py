@@ -8,19 +8,18 @@ is derived from its model.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from fskv.engines.vllm.weights import Weights
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import checkpoint_place
 from fskv.identity.fingerprint import changed_file, checkpoint_state
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
 
     from fskv.namespace import Json
 
-# A method of a worker, its runner or its models may change weights if one of these words is in its name ...
-_CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
-_CHANGES_OF_WORKERS = _CHANGES | {"apply", "sleep", "wake", "discard"}
-_CHANGES_OF_MODULES = {"load_state_dict", "apply", "_apply"}  # torch's own
-# ... and none of these.
-_READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", "shutdown"}
-# Take the pages of the KV cache away as well.
-_LOSE_PAGES = {"sleep", "discard"}
-
 
 @dataclass
 class Loaded:
@@ -46,11 +36,7 @@ class Loaded:
 
     worker: Any  # a weak reference
     before: dict[str, dict[str, tuple[int, ...]] | str] = field(default_factory=dict)
-    reloaded: bool = False  # the weights may be others than those of the start
-    # Pages of the KV cache were taken away, while the engine may believe that they hold what they held.
-    pages_lost: bool = False
-    # Of each connector: whether it was told that the engine gives its pages up, and no step came since.
-    at_rest: list[Callable[[], bool]] = field(default_factory=list)
+    weights: Weights = field(default_factory=Weights)
 
     @property
     def model(self) -> Any:
@@ -75,50 +61,11 @@ class Loaded:
         layers = worker.vllm_config.compilation_config.static_forward_context
         return any(id(layers.get(name)) in parts for name in layer_names)
 
-    def note_reloads(self, mark: str | None = None) -> None:
-        """Set `reloaded` from now on as soon as a method is called that may change weights.
-
-        Then a byte is written to the file `mark`, for those who look from another process of this machine; it
-        may be unlinked once this has returned. Raises OSError.
-        """
-        fd = None if mark is None else os.open(mark, os.O_WRONLY | os.O_CLOEXEC)
+    def watch_weights(self, mark: str | None = None) -> None:
+        """Note changes of the weights from now on; see Weights.watch. Raises OSError."""
         worker = self.worker()
-        for owner in (worker, worker.model_runner, self.model, self.draft):
-            for name in () if owner is None else changing_methods(type(owner)):
-                setattr(owner, name, self._noting(getattr(owner, name), name, fd))
-
-    def _noting(self, method: Callable[..., Any], name: str, fd: int | None) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self.reloaded = True
-            given_up = all(at_rest() for at_rest in self.at_rest)
-            self.pages_lost |= bool(_words(name) & _LOSE_PAGES) and not given_up
-            if fd is not None:
-                os.write(fd, b"x")
-            return method(*args, **kwargs)
-
-        return noting
-
-
-def changing_methods(cls: type) -> list[str]:
-    """Return the methods of a class that may change weights, by their names; private ones too.
-
-    Of a model, which has methods for each request ("apply_pooling"), fewer words count than of a worker.
-    """
-    is_model = issubclass(cls, torch.nn.Module)
-    changes = _CHANGES if is_model else _CHANGES_OF_WORKERS
-    own = set(dir(torch.nn.Module)) if is_model else set()
-    return [
-        name
-        for name in dir(cls)
-        if (name in _CHANGES_OF_MODULES if name in own else _words(name) & changes)
-        and not _words(name) & _READS
-        and callable(inspect.getattr_static(cls, name))
-    ]
-
-
-def _words(name: str) -> set[str]:
-    return set(name.split("_"))
+        owners = worker, worker.model_runner, self.model, self.draft
+        self.weights.watch(worker, [one for one in owners if one is not None], mark)
 
 
 _loaded: list[Loaded] = []  # of this process; in tests many engines live in one

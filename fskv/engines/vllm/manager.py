@@ -180,6 +180,7 @@ class FskvManager(OffloadingManager):
         self._touches: list[ChunkKeys] = []
         self._states = StateLog(root=config.root)
         self._most_tokens: dict[str, int] = {}  # by request, where not all of it may be moved
+        self._most_after_update: dict[str, int] = {}
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._watch = Watch(config, self.chunks, engine_rank)
@@ -188,11 +189,40 @@ class FskvManager(OffloadingManager):
         self._rate_left: float | None = None
         self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
+        self._waits_until: float | None = None  # for the weights, since the first question
 
     # --- start-up and news from the workers -------------------------------------------------
 
     def set_workers(self, workers: Sequence[FskvHandshake]) -> None:
         """Take the workers' handshake; raises ConfigError when they do not agree with each other."""
+        files = self._files_of(workers)
+        first = self.workers[0]
+        if self.locality is None and first.is_local is not None:
+            self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
+        self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
+        self.past_prefill_per_s = first.prefill_per_s
+        self.chunks.attach(
+            files,
+            num_movers=len(workers),
+            dir_mode=first.dir_mode,
+            file_mode=first.file_mode,
+            chunks_per_step=self._chunks_per_step,
+            health_file=self._watch.health_file,
+        )
+        if self.chunks.capacity is not None:
+            config = self.config
+            logger.info(
+                "fskv: bounds of %s: max_bytes %s, keep_free %s, tenant_max_bytes %s; the smallest of all "
+                "engines that share it holds for all; process %s maintains for this one",
+                config.root,
+                config.max_bytes,
+                config.keep_free,
+                config.tenant_max_bytes,
+                self.chunks.capacity.pid or "(not up yet)",
+            )
+
+    def _files_of(self, workers: Sequence[FskvHandshake]) -> list[RankFiles]:
+        """Return the files of a chunk; raises ConfigError when the workers do not agree with each other."""
         if not workers:
             raise ConfigError(
                 "no worker reported a namespace of this root: fskv cannot ask the workers of this engine"
@@ -213,34 +243,12 @@ class FskvManager(OffloadingManager):
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self.workers = sorted(workers, key=lambda w: w.rank)
-        if self.locality is None and first.is_local is not None:
-            self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
         files = {
             rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
             for worker in self.workers
             for rank in worker.file_ranks
         }
-        self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
-        self.past_prefill_per_s = first.prefill_per_s
-        self.chunks.attach(
-            list(files.values()),
-            num_movers=len(workers),
-            dir_mode=first.dir_mode,
-            file_mode=first.file_mode,
-            chunks_per_step=self._chunks_per_step,
-            health_file=self._watch.health_file,
-        )
-        if self.chunks.capacity is not None:
-            config = self.config
-            logger.info(
-                "fskv: bounds of %s: max_bytes %s, keep_free %s, tenant_max_bytes %s; the smallest of all "
-                "engines that share it holds for all; process %s maintains for this one",
-                config.root,
-                config.max_bytes,
-                config.keep_free,
-                config.tenant_max_bytes,
-                self.chunks.capacity.pid or "(not up yet)",
-            )
+        return list(files.values())
 
     def turn_off(self, reason: str, *, unknown: bool = False) -> None:
         """Neither load nor store, for good: vLLM does not reuse KV, or it is `unknown` how KV lies."""
@@ -271,23 +279,35 @@ class FskvManager(OffloadingManager):
         with suppress(RuntimeError):  # no thread can be had
             self._leaver.start()
 
-    def doubt_weights(self, what: str, *, vouched: bool | None = None) -> None:
-        """Neither load nor store from now on, unless the weights are vouched for: None asks the option.
+    def rest(self, reason: str) -> None:
+        """Neither load nor store as long as there is a reason to do with the weights; "" ends it."""
+        if reason != self._watch.resting:
+            if not self._watch.resting:
+                self._waits_until = None
+            self._watch.resting = reason
+            self.chunks.stopped = bool(reason) or self._watch.off is not None
+            if reason:
+                self._states.say("weights_in_doubt", reason=reason)
 
-        The namespace names the weights of the start.
-        """
-        vouched = self.config.weights_fixed if vouched is None else vouched
-        if not vouched and not self.chunks.stopped:
-            self.chunks.stopped = self._watch.in_doubt = True
-            reason = (
-                f"{what}; fskv neither loads nor stores until the engine is started again (option "
-                "'weights_fixed': found false, expected true where weights never change in a running engine)"
-            )
-            self._states.say("weights_in_doubt", logging.WARNING, reason=reason)
+    def move(self, workers: Sequence[FskvHandshake], epoch: int) -> None:
+        """Use the namespace of new weights, which all workers have opened; raises ConfigError."""
+        files = self._files_of(workers)
+        self._watch.epoch = epoch
+        self.chunks.move(files)
+        self._told.clear()
+        self._most_tokens |= self._most_after_update
+        if self.events is not None:
+            self.events.remove_all()
+        path = os.path.relpath(self.workers[0].namespace_path, self.config.root)
+        self._states.say("weights_changed", epoch=epoch, namespace=path)
 
     def limit_request(self, req_id: str, num_tokens: int = 0) -> None:
         """Load and store no more than a request's first `num_tokens`: the keys behind them may be false."""
         self._most_tokens[req_id] = num_tokens
+
+    def limit_after_update(self, req_id: str, num_tokens: int) -> None:
+        """Limit a request from the next update of the weights on; see `limit_request`."""
+        self._most_after_update[req_id] = num_tokens
 
     def on_news(self, news: News) -> None:
         """Apply the news that the workers sent."""
@@ -301,6 +321,7 @@ class FskvManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._most_tokens.pop(req_context.req_id, None)
+        self._most_after_update.pop(req_context.req_id, None)
         self._told.pop(req_context.req_id, None)
         self._prefixes.pop(req_context.req_id, None)
 
@@ -308,7 +329,8 @@ class FskvManager(OffloadingManager):
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
         if not allowed or not self._loads or not self._serves(key, req_context):
-            return LookupResult.MISS
+            waits = allowed and self._loads and self._waits_for_weights()
+            return LookupResult.RETRY if waits else LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
@@ -322,6 +344,14 @@ class FskvManager(OffloadingManager):
                 else:
                     self.chunks.counters.add(metrics.LOOKUP_MISSES, 1, reason.value)
         return _RESULTS[presence]
+
+    def _waits_for_weights(self) -> bool:
+        """Return whether to ask again: the namespace of new weights is there in a moment, most often."""
+        if not self._watch.resting:
+            return False
+        if self._waits_until is None:
+            self._waits_until = time.monotonic() + self.config.lookup_timeout_s
+        return time.monotonic() < self._waits_until
 
     def was_asked(self, req_id: str) -> bool:
         """Return whether a lookup for this request was answered from knowledge of files."""
@@ -436,13 +466,7 @@ class FskvManager(OffloadingManager):
         self.chunks.end_step()
 
     def reset_cache(self) -> None:
-        """Forget the index of files; the files stay.
-
-        vLLM calls this after a weight update.
-        """
-        self.doubt_weights(
-            "the engine reset its connector's cache, which vLLM does when weights change"
-        )
+        """Forget the index of files; the files stay."""
         self.chunks.forget()
         if self.events is not None:
             self.events.forget()

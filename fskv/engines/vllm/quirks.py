@@ -212,14 +212,18 @@ def mended_reset_cache(of_vllm: Any, self: OffloadingConnectorScheduler) -> None
     it on are kept up to date (_update_req_states): a request would store another one's KV under its own keys.
     """
     for status in self._req_status.values():
-        for group_idx in self._sliding_window_groups:
-            group = status.group_states[group_idx]
-            num_past = min(
-                group.next_stored_chunk_idx * self.config.blocks_per_chunk, len(group.block_ids)
-            )
-            # 0 is vLLM's "not there": stores skip it.
-            group.block_ids[:num_past] = [0] * num_past
+        _forget_past_blocks(self, status)
     of_vllm(self)
+
+
+def _forget_past_blocks(scheduler: OffloadingConnectorScheduler, status: Any) -> None:
+    for group_idx in scheduler._sliding_window_groups:  # noqa: SLF001
+        group = status.group_states[group_idx]
+        num_past = min(
+            group.next_stored_chunk_idx * scheduler.config.blocks_per_chunk, len(group.block_ids)
+        )
+        # 0 is vLLM's "not there": stores skip it.
+        group.block_ids[:num_past] = [0] * num_past
 
 
 def drop_in_workers() -> None:
@@ -333,6 +337,13 @@ def offer_again(scheduler: OffloadingConnectorScheduler, req_id: str) -> None:
             group.lookup_hit_end_chunk_idx = 0
 
 
+def offer_all_again(scheduler: OffloadingConnectorScheduler) -> None:
+    """Have all requests store their chunks in a namespace that was not there when they were computed."""
+    for req_id, status in scheduler._req_status.items():  # noqa: SLF001
+        _forget_past_blocks(scheduler, status)
+        offer_again(scheduler, req_id)
+
+
 def prefix_of(
     scheduler: OffloadingConnectorScheduler, req_id: str
 ) -> tuple[list[tuple[int, list[OffloadKey]]], int]:
@@ -356,6 +367,18 @@ def cached_blocks(kv_cache: KVCacheManager | None) -> object:
     connector.
     """
     return None if kv_cache is None else kv_cache.block_pool.cached_block_hash_to_block
+
+
+def cached_blocks_of_caller() -> object:
+    """Return the table of cached blocks of the scheduler that is calling; None if none is."""
+    found = _caller(lambda one: hasattr(one, "kv_cache_manager"))
+    return cached_blocks(None if found is None else found.kv_cache_manager)
+
+
+def weight_version() -> str | None:
+    """Return the engine's name of its weights; None if no engine core that has one is calling."""
+    core = _caller(lambda one: hasattr(one, "get_weight_version"))
+    return None if core is None else str(core.get_weight_version())
 
 
 def event_payloads(scheduler: OffloadingConnectorScheduler) -> MutableMapping[OffloadKey, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
@@ -29,6 +29,7 @@ from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.page_layout import page_layouts
 from fskv.engines.vllm.places import blocks_in, check_rows, places_of, rows_of
+from fskv.engines.vllm.weights import Purity
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.hybrid_planner import Geometry, hit_cost, plan_geometry
 from fskv.kv_transfer.options import ENGINE_OPTIONS, store_config
@@ -96,8 +97,8 @@ class FskvOffloadingSpec(OffloadingSpec):
         files, identity, in_page, loaded = find(
             vllm_config, config, self.config, setup.groups, kv_caches
         )
-        loaded.note_reloads()
-        self.worker = worker = open_worker(
+        loaded.watch_weights()
+        self.worker = open_worker(
             FskvWorker,
             config,
             identity,
@@ -110,10 +111,9 @@ class FskvOffloadingSpec(OffloadingSpec):
             layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else {},
             # Some layers turn it off while they are built, in this process alone.
             prefix_caching=reuses_kv(vllm_config),
-            reloaded=lambda: loaded.pages_lost or (loaded.reloaded and not config.weights_fixed),
+            purity=Purity(loaded.weights, parallel.rank, fixed=config.weights_fixed),
         )
-        loaded.at_rest.append(lambda: worker.at_rest)
-        return worker
+        return self.worker
 
 
 def find(
@@ -199,7 +199,9 @@ def open_worker(
         groups,
         files,
         directory,
-        restore=lambda: Root.of(config, create=False).open_namespace(identity),
+        open_namespace=lambda sources: Root.of(config, create=False).open_namespace(
+            replace(identity, epoch=sources)
+        ),
         **options,
     )
     worker.handshake.prefill_per_s = prefill_per_s

@@ -6,8 +6,10 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -20,12 +22,15 @@ from vllm.v1.kv_offload.base import (
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
+from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
+from fskv.engines.vllm.epochs import Epoch, Opener, Step
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
+from fskv.engines.vllm.weights import Purity, Served
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
@@ -44,18 +49,22 @@ class FskvWorker(OffloadingWorker):
         files: WorkerFiles,
         directory: NamespaceDir,
         *,
-        restore: Callable[[], object],
+        open_namespace: Callable[[Mapping[str, Json]], NamespaceDir],
         rank: int,
         world_size: int,
         layouts: Mapping[str, Json] = MappingProxyType({}),
         prefix_caching: bool = True,
-        reloaded: Callable[[], bool] = lambda: False,
+        purity: Purity | None = None,
     ) -> None:
         """`layouts` is how pages are laid out inside where the namespace does not say it, by group.
 
-        Once `reloaded` returns true, nothing is loaded or stored: the weights may not be the namespace's.
+        `open_namespace` opens the namespace of an epoch. While `purity` refuses, nothing is loaded or stored.
         """
+        self._open_namespace = open_namespace
+        self._purity = purity
+        self._opener = Opener(self.open_epoch)
         self._files = files
+        self._rank = rank
         self._group_idxs = [group.spec.group_idx for group in groups]
         self._strides = [t.stride(0) for t in files.tensors]
         self.mover = Mover(
@@ -64,10 +73,8 @@ class FskvWorker(OffloadingWorker):
             files.tensors,
             file_layouts(groups, files.layouts[0], layouts),
             number=rank,
-            restore=restore,
+            restore=lambda: open_namespace({}),
         )
-        self._reloaded = reloaded
-        self.at_rest = False  # the engine has given its pages up, and no step came since
         self._failed_jobs: set[int] = set()
         self._loads: Reports = {}  # since `take_loads`
         self.handshake = FskvHandshake(
@@ -107,22 +114,22 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.reloaded)
+        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.refuses)
         return True
 
     @property
-    def reloaded(self) -> bool:
-        """True if the weights may be others than those that the namespace names."""
-        return self._reloaded()
+    def refuses(self) -> bool:
+        """Whether a page may hold KV of other weights than those that the namespace names."""
+        return self._purity is not None and self._purity.refuses
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         ended = self.mover.poll()
         self._loads |= {result.job_id: [result] for result in ended if result.is_load}
         # One that was under way when somebody began to replace the weights has brought KV of the old ones.
-        reloaded = self.reloaded
+        refuses = self.refuses
         self._failed_jobs |= {
-            result.job_id for result in ended if result.failed or (result.is_load and reloaded)
+            result.job_id for result in ended if result.failed or (result.is_load and refuses)
         }
         return [
             TransferResult(
@@ -154,6 +161,46 @@ class FskvWorker(OffloadingWorker):
     def shutdown(self) -> None:
         self.mover.close()
 
+    # --- epochs -----------------------------------------------------------------------------
+
+    def on_step(self, step: Step, take_deferred: Callable[[], Iterable[LoadStoreSpec]]) -> None:
+        """Begin a step, and go on to its epoch once that is open.
+
+        `take_deferred` takes the stores that vLLM has not submitted yet.
+        """
+        assert self._purity is not None
+        self._purity.on_step(step.cache, step.number)
+        epoch = step.epoch
+        is_new = epoch.number != self._purity.epoch
+        if not is_new or not self._purity.is_of(epoch.changes[self._rank]):
+            return
+        opened = self._opener.take(epoch)
+        if opened is not None:
+            self.drop_jobs(take_deferred())
+            self.move_to(*opened)
+            self._purity.serve(epoch.number)
+
+    def open_epoch(self, epoch: Epoch) -> tuple[NamespaceDir, ChunkStore[Any]]:
+        """Open the namespace of an epoch, for `move_to`. Any thread; raises FskvError."""
+        sources = dict(epoch.sources)
+        for part, source in sources.items():
+            if source == {} and self._purity is not None:
+                sources[part] = self._purity.checkpoint_source()
+        directory = self._open_namespace(sources)
+        return directory, self.mover.opened(directory, lambda: self._open_namespace(sources))
+
+    def move_to(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
+        """Use another namespace from now on."""
+        self.mover.move_to(store)
+        self.handshake = replace(
+            self.handshake, namespace_path=directory.path, namespace_digest=directory.digest
+        )
+
+    def take_served(self) -> dict[int, Served]:
+        """Return what the scheduler must know of the weights, by rank."""
+        told = None if self._purity is None else self._purity.take_news()
+        return {} if told is None else {self._rank: told}
+
     # --- for the connector ------------------------------------------------------------------
 
     def drop_jobs(self, deferred: Iterable[LoadStoreSpec] = ()) -> None:
@@ -162,7 +209,6 @@ class FskvWorker(OffloadingWorker):
         `deferred` are stores that vLLM had not submitted yet.
         """
         self.mover.drop()
-        self.at_rest = True
         for keys in deferred:
             assert isinstance(keys, ChunkKeys)
             skipped = Status.SKIPPED.value
@@ -221,7 +267,7 @@ class FskvWorker(OffloadingWorker):
         for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
             chunk = keys.chunks[of_chunk[0].key_idx]
             if not is_load:
-                if self.reloaded:
+                if self.refuses:
                     self.mover.leave(chunk, Status.SKIPPED)
                     continue
                 if not self._files.writes(chunk.key_hash):

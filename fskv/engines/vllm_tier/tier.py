@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from fskv.data_path.job import FileMove
 from fskv.engines.vllm import quirks
+from fskv.engines.vllm.epochs import Epochs
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.files import WorkerFiles
 from fskv.engines.vllm.manager import (
@@ -46,6 +47,7 @@ from fskv.engines.vllm.manager import (
 )
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.spec import open_worker
+from fskv.engines.vllm.weights import MarkedWeights, Purity
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.engines.vllm_tier.workers import ask_workers, plan_row
 from fskv.errors import FskvError, RestError
@@ -131,6 +133,7 @@ class FskvTier(SecondaryTierManager):
         self._reuses_blocks = False  # of some groups vLLM does, while their request runs
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
+        self._epochs: Epochs | None = None  # of a tier that rests
         try:
             self._config = tier_config(options)
             self._open(offloading_spec, primary_kv_view, mark)
@@ -163,7 +166,10 @@ class FskvTier(SecondaryTierManager):
             found.max_model_len,
             rank=0,
             world_size=1,
+            purity=Purity(MarkedWeights(self._mark), 0, fixed=config.weights_fixed),
         )
+        # VLLM's CPU tier keeps KV of before an update until it is reset.
+        self._epochs = Epochs(1, None, fixed=config.weights_fixed, has_siblings=True)
         for of_group in zip(*found.files.values(), strict=True):
             self._placements[of_group[0].layout.group_idx] = of_group
         worker.placements = self._placements
@@ -195,7 +201,7 @@ class FskvTier(SecondaryTierManager):
         Behind a chunk that is not known yet a hit is told as RETRY: the other decides whether vLLM needs this
         one. vLLM asks for a prefix from its first chunk on, for a window from its last one back.
         """
-        self._look_for_reloads()
+        self._look_for_updates()
         result, chunk = self._manager.lookup(key, req_context), to_chunk(key)
         asked = req_context.req_id, chunk.group_idx
         if result is LookupResult.RETRY:
@@ -219,9 +225,25 @@ class FskvTier(SecondaryTierManager):
         times = loaded.get(chunk, 0)
         return times < _MAX_TIMES_LOADED and (times > 0 or len(loaded) < self._num_rows)
 
-    def _look_for_reloads(self) -> None:
-        if os.fstat(self._mark).st_size:
-            self._manager.doubt_weights("weights were loaded again in the running engine")
+    def _look_for_updates(self) -> None:
+        """Rest as soon as a worker's weights may be others than those of the namespace."""
+        if self._worker is not None and self._worker.refuses:
+            self._manager.rest(
+                "the weights may have changed, and vLLM's caches were not reset since"
+            )
+
+    def _follow_weights(self) -> None:
+        """Begin a step: rest, or go on with the namespace of new weights."""
+        if (epochs := self._epochs) is None or (worker := self._worker) is None:
+            return
+        table = quirks.cached_blocks_of_caller()
+        worker.on_step(epochs.on_step(table, None, has_tokens=True), tuple)
+        if told := worker.take_served():
+            epochs.on_told(told)
+        if epochs.all_serve():
+            self._manager.move([worker.handshake], epochs.number)
+            epochs.opened()
+        self._manager.rest(epochs.resting)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._requests[req_context.req_id] = {}
@@ -237,6 +259,7 @@ class FskvTier(SecondaryTierManager):
         for req_id in (*context.new_req_ids, *context.preempted_req_ids):
             if req_id in self._requests:
                 self._requests[req_id] = {}
+        self._follow_weights()
         self._manager.on_schedule_end(context)
 
     def has_pending_work(self) -> bool:
@@ -248,7 +271,7 @@ class FskvTier(SecondaryTierManager):
         if (worker := self._worker) is None:
             self._results.append(JobResult(job_metadata.job_id, success=True))
             return
-        self._look_for_reloads()
+        self._look_for_updates()
         keys, job_id = list(job_metadata.keys), job_metadata.job_id
         use = self._manager.begin_use(keys, there=False)  # before anything is on its way
         taken = self._manager.prepare_store(keys, job_metadata.req_context).keys_to_store
@@ -297,6 +320,9 @@ class FskvTier(SecondaryTierManager):
             self._worker.wait(set(self._jobs))
         else:
             self._worker.drop_jobs()
+        if self._epochs is not None:
+            self._epochs.on_reset()
+            self._manager.rest(self._epochs.resting)
         self._collect()  # all of them
         if self._reuses_blocks:
             # Of vLLM's CPU tier, which has other requests' blocks again, nothing that follows is stored here.

@@ -161,7 +161,7 @@ def _report(engine_id: str, config: StoreConfig, mark: str) -> Report:
     )
     files, identity, _, loaded = find(vllm_config, config, spec.config, groups, kv_caches, in_row)
     try:
-        loaded.note_reloads(mark)
+        loaded.watch_weights(mark)
     except OSError as error:
         raise ConfigError(
             f"workers on another machine than the scheduler ({mark}: {error.strerror}): FskvTier needs both "

@@ -1,0 +1,209 @@
+"""Epochs of an engine's weights: when an update begins a new namespace, and how the namespace is named.
+
+Each update of a running engine's weights begins an epoch, a namespace of its own. The scheduler's side names
+it. Nothing is looked up or stored until all ranks serve it, and until vLLM's prefix cache was reset after the
+update: before that its blocks may hold KV of other weights.
+
+`Epochs` is pure: the connector carries what is told between the ranks and this side. `Opener` opens the
+namespace of an epoch beside the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from fskv.engines.vllm.weights import CHECKPOINT, DRAFT, MODEL, UPDATE, Part, Served
+
+if TYPE_CHECKING:
+    from fskv.namespace import Json
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_AGAIN_S = 5.0  # after a namespace that could not be opened
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch; pickled to the workers. A checkpoint's source is null here: each rank reads its own."""
+
+    number: int = 0
+    sources: Mapping[str, Json] = field(default_factory=dict)  # as in Identity.epoch
+    changes: Mapping[int, int] = field(default_factory=dict)  # by rank: the number that it is of
+
+
+@dataclass(frozen=True)
+class Step:
+    """The facts of a step that each rank needs; pickled."""
+
+    cache: int  # the number of vLLM's prefix cache
+    number: int  # of the next step with tokens, this one if it has some
+    epoch: Epoch
+
+
+class Epochs:
+    """The scheduler's side of one store. One thread."""
+
+    def __init__(self, num_ranks: int, run: str | None, *, fixed: bool, has_siblings: bool) -> None:
+        """`run` is the option `weights_run`; `fixed`: the user vouches that weights never change.
+
+        `has_siblings`: another connector of the engine may load KV that it has kept from before an update.
+        Then a prefix cache begins when the connectors were reset, too.
+        """
+        self._run = run
+        self._fixed = fixed
+        self._has_siblings = has_siblings
+        self._table: object = None  # vLLM's table of cached blocks
+        self._cache = 0
+        self._next_step = 1
+        self._version: str | None = None
+        self._version_step = 0  # the first step with tokens after it was set
+        self._told = {rank: Served(rank) for rank in range(num_ranks)}
+        self._was_reset = False  # since the last step
+        self._awaits_update = False  # for which the connectors were reset
+        self._accounted = dict.fromkeys(self._told, (0, 0))  # counts that earlier resets were for
+        self._epoch = Epoch(changes=dict.fromkeys(self._told, 0))
+        # Of the present epoch's parts; None: nobody else can know the weights.
+        self._names: dict[str, tuple[Part, Json]] = {}
+        self._opened = 0  # the epoch whose namespace this side uses
+        self._refusal = -1, ""  # an epoch that is not used, and why
+
+    @property
+    def number(self) -> int:
+        """The number of the present epoch; 0 is the engine's start."""
+        return self._epoch.number
+
+    @property
+    def resting(self) -> str:
+        """Why nothing is looked up or stored now; "": it is."""
+        told = self._told.values()
+        if not all(one.is_steady for one in told):
+            method = next(one.method for one in told if not one.is_steady)
+            return f"an update of the weights is under way, or failed ({method})"
+        if self._awaits_update or not all(one.is_pure for one in told):
+            return "the weights may have changed, and vLLM's prefix cache was not reset since"
+        if self._refusal[0] == self.number:
+            return self._refusal[1]
+        if self._opened < self.number or self._is_outdated():
+            return "the namespace of new weights is being opened"
+        return ""
+
+    def on_step(self, table: object, version: str | None, *, has_tokens: bool) -> Step:
+        """Begin a step. `table` is vLLM's table of cached blocks, which a reset replaces."""
+        was_reset, self._was_reset = self._was_reset, False
+        if table is not self._table:
+            self._table = table
+            if was_reset or not self._has_siblings:
+                self._cache += 1
+        if version != self._version:
+            self._version, self._version_step = version, self._next_step
+        number = self._next_step
+        self._next_step += has_tokens
+        return Step(self._cache, number, self._epoch)
+
+    def on_reset(self) -> None:
+        """VLLM resets its connectors' caches, as after an update of the weights."""
+        self._was_reset = True
+        self._awaits_update = not self._fixed
+
+    def on_told(self, told: Mapping[int, Served]) -> None:
+        """Take the ranks' answers, and begin an epoch if they have weights without one."""
+        self._told |= told
+        answers = self._told.values()
+        if not all(one.is_ready and one.cache == self._cache for one in answers):
+            return
+        counts = {rank: (one.num_changes, one.num_lost) for rank, one in self._told.items()}
+        is_seen = all(count != self._accounted[rank] for rank, count in counts.items())
+        was_unseen = self._awaits_update and not is_seen
+        self._accounted, self._awaits_update = counts, False
+        if was_unseen or self._is_outdated():
+            self._begin(was_unseen)
+
+    def opened(self) -> None:
+        """The namespace of the present epoch is in use on all ranks and on this side."""
+        self._opened = self.number
+
+    def refuse(self, reason: str) -> None:
+        """The namespace of the present epoch is not used, for a reason."""
+        self._refusal = self.number, reason
+
+    def all_serve(self) -> bool:
+        """Return whether all ranks have opened an epoch's namespace that this side does not use yet."""
+        numbers = {one.epoch for one in self._told.values()}
+        is_awaited = self._opened < self.number != self._refusal[0]
+        return is_awaited and numbers == {self.number}
+
+    def _is_outdated(self) -> bool:
+        return any(one.num_changes != self._epoch.changes[rank] for rank, one in self._told.items())
+
+    def _begin(self, was_unseen: bool) -> None:
+        parts = {part for one in self._told.values() for part in one.parts}
+        names = {part: self._name(part) for part in sorted(parts | self._names.keys())}
+        if was_unseen:
+            names = {part: (self._last(part) or Part(-1), None) for part in (MODEL, DRAFT)}
+        sources: dict[str, Json] = {part: name for part, (_, name) in names.items()}
+        if not sources or None in sources.values():
+            sources = {"private": secrets.token_hex(16)}
+        self._names = names
+        changes = {rank: one.num_changes for rank, one in self._told.items()}
+        self._epoch = Epoch(self.number + 1, sources, changes)
+
+    def _last(self, part: str) -> Part | None:
+        """Return the last change of a part; None where ranks differ."""
+        answers = {one.parts.get(part, Part()) for one in self._told.values()}
+        return answers.pop() if len(answers) == 1 else None
+
+    def _name(self, part: str) -> tuple[Part, Json]:
+        """Return the last change of a part and its source; None: nobody else can know it."""
+        last = self._last(part)
+        if last is None:
+            return Part(-1), None
+        known, name = self._names.get(part, (None, None))
+        if last == known:
+            return last, name
+        if last.kind == CHECKPOINT:
+            return last, {}
+        is_named = self._run is not None and self._version_step == last.step
+        if last.kind == UPDATE and is_named and self._version not in (None, "default"):
+            return last, {"run": self._run, "version": self._version}
+        return last, None
+
+
+class Opener(Generic[_T]):
+    """Opens the namespaces of epochs on a thread, one at a time: a mount that hangs keeps one thread."""
+
+    def __init__(self, open_: Callable[[Epoch], _T]) -> None:
+        self._open = open_
+        self._thread: threading.Thread | None = None
+        self._begun = 0  # the epoch that the thread opens
+        self._opened: tuple[Epoch, _T] | None = None
+        self._again_at = 0.0
+
+    def take(self, epoch: Epoch) -> _T | None:
+        """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0].number == epoch.number:
+            return opened[1]
+        if epoch.number != self._begun or time.monotonic() >= self._again_at:
+            self._begun, self._again_at = epoch.number, time.monotonic() + _AGAIN_S
+            self._thread = threading.Thread(
+                target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
+            )
+            with suppress(RuntimeError):  # no thread can be had
+                self._thread.start()
+        return None
+
+    def _run(self, epoch: Epoch) -> None:
+        try:
+            self._opened = epoch, self._open(epoch)
+        except Exception as error:
+            logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)

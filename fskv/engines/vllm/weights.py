@@ -1,0 +1,332 @@
+"""The weights of one worker since its start: which updates they have had, and whose KV its pages may hold.
+
+vLLM tells a connector nothing of updates. So the methods of a worker, its runner and its models that may
+change weights are wrapped: each call is noted before it begins. A step of the engine carries the number of
+vLLM's prefix cache, which a reset begins anew with no block in use. KV of a cache comes from its own steps
+alone, so a cache whose steps all ran with the same weights is pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fskv.errors import ConfigError
+from fskv.identity.checkpoint_place import checkpoint_place, commit_of
+from fskv.identity.fingerprint import changed_file, checkpoint_state, weights_fingerprint
+
+if TYPE_CHECKING:
+    from fskv.namespace import Json
+
+# A method of a worker, its runner or its models may change weights if one of these words is in its name ...
+_CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
+_CHANGES_OF_WORKERS = _CHANGES | {"apply", "sleep", "discard"}
+_CHANGES_OF_MODULES = {"load_state_dict", "apply", "_apply"}  # torch's own
+# ... and none of these.
+_READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", "shutdown"}
+# Take the pages of the KV cache away.
+_LOSE_PAGES = {"sleep", "discard"}
+
+MODEL, DRAFT = "model", "draft"
+PRIVATE, UPDATE, CHECKPOINT = "private", "update", "checkpoint"  # kinds of sources
+
+
+@dataclass(frozen=True)
+class Part:
+    """The last change of one part of the weights: of the model, or of the draft."""
+
+    change: int = 0  # the number of the call
+    kind: str = UPDATE
+    step: int = 0  # the first step with tokens after it
+
+
+@dataclass(frozen=True)
+class Served:
+    """One rank's answer: the state of its weights in its last step, and the epoch that it serves; pickled."""
+
+    rank: int
+    cache: int = 0  # the number of vLLM's prefix cache
+    is_pure: bool = True  # no KV of other weights, and no lost page, may be in it
+    is_steady: bool = True  # no update is under way, and the last one did not fail
+    num_changes: int = 0
+    num_lost: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    method: str = ""  # that changed the weights last
+    epoch: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_pure and self.is_steady
+
+
+class Weights:
+    """Counts the calls that may change a worker's weights or take its pages. Wrapped once for all stores."""
+
+    def __init__(self) -> None:
+        self.num_changes = 0
+        self.num_lost = 0
+        self.parts: dict[str, Part] = {}
+        self.method = ""
+        self.checkpoint: tuple[str, Mapping[str, Any]] | None = (
+            None  # of a reload, with its files' states
+        )
+        self._num_running = 0
+        self._failed = False
+        self._worker: Any = None
+        self._marks: list[int] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no update is under way, and the last one did not fail."""
+        is_open = getattr(self._worker, "_weight_update_active", False)
+        return not (self._num_running or self._failed or is_open)
+
+    def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
+        """Note changes from now on.
+
+        With each a byte is written to the file `mark`, for those who look from another process of this
+        machine: "x" before it, then "." or, where it failed, "!". The file may be unlinked once this has
+        returned. Raises OSError.
+        """
+        if mark is not None:
+            self._marks.append(os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        if self._worker is not None:
+            return
+        self._worker = worker
+        extension = str(getattr(worker.vllm_config.parallel_config, "worker_extension_cls", ""))
+        for owner in owners:
+            for name in changing_methods(type(owner), extension):
+                setattr(owner, name, self._noting(getattr(owner, name), name))
+
+    def _noting(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._num_running += 1
+                is_part = self._num_running > 1
+            if not is_part:
+                self._begin(name, args, kwargs)
+            try:
+                found = method(*args, **kwargs)
+            except BaseException:
+                self._failed = True
+                self._tell(b"!")
+                raise
+            finally:
+                with self._lock:
+                    self._num_running -= 1
+            if not is_part:
+                self._failed = False
+                self._tell(b".")
+            return found
+
+        return noting
+
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        words = _words(name)
+        self.num_lost += bool(words & _LOSE_PAGES)
+        if name == "sleep" and (kwargs.get("level", args[0] if args else 1) == 1):
+            return  # the weights come back as they were
+        self.num_changes += 1
+        self.method = name
+        self._tell(b"x")
+        kind, parts = self._source(name, args, kwargs)
+        for part in parts:
+            self.parts[part] = Part(self.num_changes, kind, -1)
+
+    def _source(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return the kind of the new weights' source, and the parts that may change."""
+        worker = self._worker
+        if name == "reload_weights":
+            asked = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | kwargs
+            path = asked.pop("weights_path", None) or worker.vllm_config.model_config.model
+            if not any(asked.values()):
+                try:
+                    place = checkpoint_place(str(path))
+                    self.checkpoint = place, checkpoint_state(place)
+                except (ConfigError, OSError):
+                    return PRIVATE, (MODEL,)
+                return CHECKPOINT, (MODEL,)
+            return PRIVATE, (MODEL,)
+        is_session = name in ("update_weights", "finish_weight_update", "start_weight_update")
+        if name == "start_draft_weight_update":
+            return UPDATE, (DRAFT,)
+        if is_session:
+            is_open = getattr(worker, "_weight_update_active", False)
+            is_draft = is_open and getattr(worker, "_weight_update_is_draft", False)
+            transfer = getattr(worker.vllm_config, "weight_transfer_config", None)
+            # A patch is added to weights that another engine may not have.
+            is_patch = "sparse" in str(getattr(transfer, "backend", ""))
+            kind = PRIVATE if is_patch else UPDATE
+            return kind, (DRAFT if is_draft else MODEL,)
+        return UPDATE, (MODEL, DRAFT)
+
+    def _tell(self, byte: bytes) -> None:
+        for fd in self._marks:
+            os.write(fd, byte)
+
+
+class MarkedWeights:
+    """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
+
+    num_lost = 0
+    method = "in a worker"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._told = b""
+
+    def _read(self) -> bytes:
+        size = os.fstat(self._fd).st_size
+        if size != len(self._told):
+            self._told = os.pread(self._fd, size, 0)
+        return self._told
+
+    @property
+    def num_changes(self) -> int:
+        return self._read().count(b"x")
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        num_changes = self.num_changes
+        return {MODEL: Part(num_changes, PRIVATE)} if num_changes else {}
+
+    @property
+    def is_steady(self) -> bool:
+        told = self._read()
+        is_over = told.count(b"x") == told.count(b".") + told.count(b"!")
+        return is_over and (b"!" not in told or b"." in told.rpartition(b"!")[2])
+
+
+def checkpoint_source(checkpoint: tuple[str, Mapping[str, Any]]) -> Json:
+    """Return the source of weights that were loaded from a checkpoint; raises ConfigError.
+
+    `checkpoint` has the states of its files from before the load.
+    """
+    path, before = checkpoint
+    found = weights_fingerprint(path, revision_commit=commit_of(path))
+    if (changed := changed_file(path, before)) is not None:
+        raise ConfigError(f"checkpoint {path}: {changed} changed while the engine loaded it")
+    return {"checkpoint": found}
+
+
+class Purity:
+    """Follows the steps of one store in a worker: which of vLLM's prefix caches may hold other KV."""
+
+    def __init__(self, weights: Weights | MarkedWeights, rank: int, *, fixed: bool) -> None:
+        """`fixed`: the user vouches that weights never change."""
+        self._weights = weights
+        self._fixed = fixed
+        self._rank = rank
+        self._cache = 0
+        self._step = 0
+        self._seen = self._state
+        self._is_pure = True
+        self.epoch = 0  # that is served
+        self._served_changes = self._num_changes
+        self._parts: dict[str, Part] = {}
+        self._told = self.served()
+
+    @property
+    def _num_changes(self) -> int:
+        return 0 if self._fixed else self._weights.num_changes
+
+    @property
+    def _state(self) -> tuple[int, int]:
+        return self._num_changes, self._weights.num_lost
+
+    @property
+    def _is_steady(self) -> bool:
+        return self._fixed or self._weights.is_steady
+
+    def on_step(self, cache: int, step: int) -> None:
+        """Begin a step with vLLM's prefix cache number `cache`; `step` counts the steps with tokens."""
+        if cache != self._cache:
+            self._cache, self._seen, self._is_pure = cache, self._state, True
+        if self._state != self._seen or not self._is_steady:
+            self._seen, self._is_pure = self._state, False
+        for name, part in self._weights.parts.items() if not self._fixed else ():
+            if part.change != self._parts.get(name, Part()).change:
+                self._parts[name] = Part(part.change, part.kind, step)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a page may hold KV of other weights than those that the namespace names."""
+        is_same = self._num_changes == self._served_changes and self._state == self._seen
+        return not (is_same and self._is_pure and self._is_steady)
+
+    def is_of(self, num_changes: int) -> bool:
+        """Return whether the weights are still those of so many changes."""
+        return num_changes == self._num_changes
+
+    def serve(self, epoch: int) -> None:
+        """Serve an epoch of the present weights from now on."""
+        self.epoch, self._served_changes = epoch, self._num_changes
+
+    def checkpoint_source(self) -> Json:
+        """Return the source of the weights that were loaded from a checkpoint; raises ConfigError."""
+        assert isinstance(self._weights, Weights)
+        assert self._weights.checkpoint is not None
+        return checkpoint_source(self._weights.checkpoint)
+
+    def served(self) -> Served:
+        """Return the state of the last step."""
+        changes, lost = self._seen
+        return Served(
+            self._rank,
+            self._cache,
+            self._is_pure and self._state == self._seen,
+            self._is_steady,
+            changes,
+            lost,
+            dict(self._parts),
+            self._weights.method,
+            self.epoch,
+        )
+
+    def take_news(self) -> Served | None:
+        """Return the state if it is not the one that was told last."""
+        now = self.served()
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
+
+def changing_methods(cls: type, extension: str = "") -> list[str]:
+    """Return the methods of a class that may change weights; private ones too.
+
+    They are chosen by their names. Of a model, which has methods for each request ("apply_pooling"), fewer
+    words count than of a worker. Of a worker's `extension`, a class by its full name, all methods count.
+    """
+    is_model = issubclass(cls, torch.nn.Module)
+    changes = _CHANGES if is_model else _CHANGES_OF_WORKERS
+    own = set(dir(torch.nn.Module)) if is_model else set()
+    added = {
+        name
+        for base in cls.__mro__
+        if f"{base.__module__}.{base.__qualname__}" == extension
+        for name in vars(base)
+        if not name.startswith("__")
+    }
+    return [
+        name
+        for name in dir(cls)
+        if (name in _CHANGES_OF_MODULES if name in own else _words(name) & changes or name in added)
+        and not _words(name) & _READS
+        and callable(inspect.getattr_static(cls, name))
+    ]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.split("_"))
