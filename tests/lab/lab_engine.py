@@ -313,6 +313,13 @@ def one_epoch(_: Any) -> None:
     Identity.__post_init__ = without_epoch
 
 
+def always_pure(_: Any) -> None:
+    """VLLM's own cache counts as one that has no KV of other weights."""
+    from fskv.engines.vllm.weights import Purity
+
+    Purity._is_pure = property(lambda self: True, lambda self, value: None)
+
+
 def constants(values: dict[str, float]) -> None:
     """Fskv's constants are others."""
     from quick_constants import set_constants
@@ -321,7 +328,7 @@ def constants(values: dict[str, float]) -> None:
 
 
 _ALL = (arch, kernels, replace_after_load, without_impl, new_kind, never_rests)
-_ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, one_epoch, constants)
+_ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, one_epoch, always_pure, constants)
 CHANGES: dict[str, Callable[[Any], None]] = {change.__name__: change for change in _ALL}
 
 
