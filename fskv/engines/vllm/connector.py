@@ -60,7 +60,7 @@ from fskv.engines.vllm.quirks import (
     weight_version,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
-from fskv.engines.vllm.weights import Served
+from fskv.engines.vllm.weights import Counts, Served
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -298,11 +298,16 @@ class FskvConnector(OffloadingConnector):
         opened = dict.fromkeys(served, worker.handshake)
         return FskvWorkerMetadata(**known, news=news, loads=loads, served=served, opened=opened)
 
-    def drop_jobs(self) -> None:
-        """Touch no KV page for earlier jobs any more: the engine has given its KV up."""
-        if (worker := self._worker) is not None:
-            # Submitted at the start of the next step they would be, after a sleep, of other pages.
-            worker.drop_jobs(take_deferred_stores(self.connector_worker))
+    def drop_jobs(self) -> dict[int, Counts]:
+        """Touch no KV page for earlier jobs any more: the engine has given its KV up.
+
+        Returns the counts of the weights, by rank.
+        """
+        if (worker := self._worker) is None:
+            return {}
+        # Submitted at the start of the next step they would be, after a sleep, of other pages.
+        worker.drop_jobs(take_deferred_stores(self.connector_worker))
+        return worker.weight_counts
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
@@ -427,11 +432,14 @@ class FskvConnector(OffloadingConnector):
             events.remove_all()
             self._held_events = [*self._held_events, *super().take_events()]
         super().reset_cache()
-        self._epochs.on_reset()
-        self._manager.rest(self._epochs.resting)
         self.budget.reset()
-        # Last: what fails here must not leave the manager as it was.
-        drop_in_workers()
+        counts: dict[int, Counts] = {}
+        try:
+            # Last: what fails here must not leave the manager as it was.
+            counts = drop_in_workers()
+        finally:
+            self._epochs.on_reset(counts)
+            self._manager.rest(self._epochs.resting)
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fskv.engines.vllm.weights import CHECKPOINT, DRAFT, MODEL, UPDATE, Part, Served
+from fskv.engines.vllm.weights import CHECKPOINT, DRAFT, MODEL, UPDATE, Counts, Part, Served
 
 if TYPE_CHECKING:
     from fskv.namespace import Json
@@ -67,11 +67,13 @@ class Epochs:
         self._version_step = 0  # the first step with tokens after it was set
         self._told = {rank: Served(rank) for rank in range(num_ranks)}
         self._was_reset = False  # since the last step
-        self._awaits_update = False  # for which the connectors were reset
-        self._accounted = dict.fromkeys(self._told, (0, 0))  # counts that earlier resets were for
+        # A reset of the connectors that no update explains yet, with the ranks' counts then.
+        self._pending: Mapping[int, Counts] | None = None
+        self._is_unseen = False  # nothing explained it: weights were changed behind vLLM's back
+        self._accounted: Mapping[int, Counts] = dict.fromkeys(self._told, (0, 0))
         self._epoch = Epoch(changes=dict.fromkeys(self._told, 0))
         # Of the present epoch's parts; None: nobody else can know the weights.
-        self._names: dict[str, tuple[Part, Json]] = {}
+        self._names: dict[str, tuple[dict[int, int], Json]] = {}
         self._opened = 0  # the epoch whose namespace this side uses
         self._refusal = -1, ""  # an epoch that is not used, and why
 
@@ -87,7 +89,7 @@ class Epochs:
         if not all(one.is_steady for one in told):
             method = next(one.method for one in told if not one.is_steady)
             return f"an update of the weights is under way, or failed ({method})"
-        if self._awaits_update or not all(one.is_pure for one in told):
+        if self._pending is not None or self._is_unseen or not all(one.is_pure for one in told):
             return "the weights may have changed, and vLLM's prefix cache was not reset since"
         if self._refusal[0] == self.number:
             return self._refusal[1]
@@ -108,10 +110,31 @@ class Epochs:
         self._next_step += has_tokens
         return Step(self._cache, number, self._epoch)
 
-    def on_reset(self) -> None:
-        """VLLM resets its connectors' caches, as after an update of the weights."""
+    def on_reset(self, counts: Mapping[int, Counts]) -> None:
+        """VLLM resets its connectors' caches, as it does after an update of the weights.
+
+        `counts` are those of all ranks now. An update that was seen explains the reset, and so does one, or a
+        sleep, that follows at once.
+        """
         self._was_reset = True
-        self._awaits_update = not self._fixed
+        if self._fixed:
+            return
+        self._explain(counts)
+        if not all(
+            rank in counts and counts[rank][0] > was for rank, (was, _) in self._accounted.items()
+        ):
+            self._pending = counts
+        self._accounted = {**self._accounted, **counts}
+
+    def _explain(self, counts: Mapping[int, Counts]) -> None:
+        """Judge the last reset by the counts since."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            ranks = self._told
+            self._is_unseen |= not all(
+                rank in pending and counts.get(rank, pending[rank]) != pending[rank]
+                for rank in ranks
+            )
 
     def on_told(self, told: Mapping[int, Served]) -> None:
         """Take the ranks' answers, and begin an epoch if they have weights without one."""
@@ -119,12 +142,12 @@ class Epochs:
         answers = self._told.values()
         if not all(one.is_ready and one.cache == self._cache for one in answers):
             return
-        counts = {rank: (one.num_changes, one.num_lost) for rank, one in self._told.items()}
-        is_seen = all(count != self._accounted[rank] for rank, count in counts.items())
-        was_unseen = self._awaits_update and not is_seen
-        self._accounted, self._awaits_update = counts, False
-        if was_unseen or self._is_outdated():
-            self._begin(was_unseen)
+        self._accounted = {
+            rank: (one.num_changes, one.num_lost) for rank, one in self._told.items()
+        }
+        self._explain(self._accounted)
+        if self._is_unseen or self._is_outdated():
+            self._begin()
 
     def opened(self) -> None:
         """The namespace of the present epoch is in use on all ranks and on this side."""
@@ -143,37 +166,37 @@ class Epochs:
     def _is_outdated(self) -> bool:
         return any(one.num_changes != self._epoch.changes[rank] for rank, one in self._told.items())
 
-    def _begin(self, was_unseen: bool) -> None:
-        parts = {part for one in self._told.values() for part in one.parts}
-        names = {part: self._name(part) for part in sorted(parts | self._names.keys())}
-        if was_unseen:
-            names = {part: (self._last(part) or Part(-1), None) for part in (MODEL, DRAFT)}
+    def _begin(self) -> None:
+        parts = {part for one in self._told.values() for part in one.parts} | self._names.keys()
+        if self._is_unseen:
+            parts = {MODEL, DRAFT}
+        names = {part: self._name(part) for part in sorted(parts)}
         sources: dict[str, Json] = {part: name for part, (_, name) in names.items()}
         if not sources or None in sources.values():
             sources = {"private": secrets.token_hex(16)}
-        self._names = names
+        self._names, self._is_unseen = names, False
         changes = {rank: one.num_changes for rank, one in self._told.items()}
         self._epoch = Epoch(self.number + 1, sources, changes)
 
-    def _last(self, part: str) -> Part | None:
-        """Return the last change of a part; None where ranks differ."""
-        answers = {one.parts.get(part, Part()) for one in self._told.values()}
-        return answers.pop() if len(answers) == 1 else None
-
-    def _name(self, part: str) -> tuple[Part, Json]:
-        """Return the last change of a part and its source; None: nobody else can know it."""
-        last = self._last(part)
-        if last is None:
-            return Part(-1), None
-        known, name = self._names.get(part, (None, None))
-        if last == known:
-            return last, name
-        if last.kind == CHECKPOINT:
-            return last, {}
-        is_named = self._run is not None and self._version_step == last.step
-        if last.kind == UPDATE and is_named and self._version not in (None, "default"):
-            return last, {"run": self._run, "version": self._version}
-        return last, None
+    def _name(self, part: str) -> tuple[dict[int, int], Json]:
+        """Return a part's last change on each rank, and its source; None: nobody else can know it."""
+        last = {rank: one.parts.get(part, Part()) for rank, one in self._told.items()}
+        changes = {rank: one.change for rank, one in last.items()}
+        was, name = self._names.get(part, (dict.fromkeys(last, 0), None))
+        alike = {(one.kind, one.step) for one in last.values()}
+        if self._is_unseen:
+            return changes, None
+        if changes == was:
+            return changes, name
+        if len(alike) > 1 or any(changes[rank] == change for rank, change in was.items()):
+            return changes, None  # ranks differ
+        ((kind, step),) = alike
+        if kind == CHECKPOINT:
+            return changes, {}
+        is_named = self._run is not None and self._version_step == step
+        if kind == UPDATE and is_named and self._version not in (None, "default"):
+            return changes, {"run": self._run, "version": self._version}
+        return changes, None
 
 
 class Opener(Generic[_T]):

@@ -226,8 +226,10 @@ def _forget_past_blocks(scheduler: OffloadingConnectorScheduler, status: Any) ->
         group.block_ids[:num_past] = [0] * num_past
 
 
-def drop_in_workers() -> None:
+def drop_in_workers() -> dict[int, tuple[int, int]]:
     """Drop all jobs in all workers; return when none touches a KV page any more. It waits for copies only.
+
+    Returns the counts of `Weights` by rank, nothing where the workers cannot be reached.
 
     A reset leaves to the next step what waits in the workers to be stored: that is gathered then. But an
     engine resets when it gives its KV up. One in processes of its own waits until its connector is idle
@@ -240,16 +242,19 @@ def drop_in_workers() -> None:
             "fskv: the connector's cache was reset from where fskv cannot reach the engine's workers: what "
             "waits there to be stored is gathered with the next step"
         )
-        return
-    found.collective_rpc(drop_jobs, timeout=_ANSWER_S)
+        return {}
+    told = found.collective_rpc(drop_jobs, timeout=_ANSWER_S)
+    return {rank: counts for of_worker in told for rank, counts in of_worker.items()}
 
 
-def drop_jobs(_worker: object) -> None:
+def drop_jobs(_worker: object) -> dict[int, tuple[int, int]]:
     """Have this worker's fskv connectors drop their jobs. On the worker's thread, between two steps."""
+    counts: dict[int, tuple[int, int]] = {}
     for connector in connectors():
         drop = getattr(connector, "drop_jobs", None)  # FskvConnector's
         if drop is not None:
-            drop()
+            counts |= drop()
+    return counts
 
 
 def mended_build_connector_meta(

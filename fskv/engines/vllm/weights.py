@@ -35,6 +35,7 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 _LOSE_PAGES = {"sleep", "discard"}
 
 MODEL, DRAFT = "model", "draft"
+Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
 PRIVATE, UPDATE, CHECKPOINT = "private", "update", "checkpoint"  # kinds of sources
 
 
@@ -169,7 +170,9 @@ class Weights:
             is_patch = "sparse" in str(getattr(transfer, "backend", ""))
             kind = PRIVATE if is_patch else UPDATE
             return kind, (DRAFT if is_draft else MODEL,)
-        return UPDATE, (MODEL, DRAFT)
+        # After these the weights are nothing that a version could name.
+        is_loss = bool(_words(name) & {"sleep", "discard", "reset"})
+        return PRIVATE if is_loss else UPDATE, (MODEL, DRAFT)
 
     def _tell(self, byte: bytes) -> None:
         for fd in self._marks:
@@ -230,7 +233,7 @@ class Purity:
         self._rank = rank
         self._cache = 0
         self._step = 0
-        self._seen = self._state
+        self._seen = self.counts
         self._is_pure = True
         self.epoch = 0  # that is served
         self._served_changes = self._num_changes
@@ -242,8 +245,13 @@ class Purity:
         return 0 if self._fixed else self._weights.num_changes
 
     @property
-    def _state(self) -> tuple[int, int]:
+    def counts(self) -> Counts:
         return self._num_changes, self._weights.num_lost
+
+    @property
+    def weight_counts(self) -> Counts:
+        """The counts of the worker, whatever the user vouches for."""
+        return self._weights.num_changes, self._weights.num_lost
 
     @property
     def _is_steady(self) -> bool:
@@ -252,9 +260,9 @@ class Purity:
     def on_step(self, cache: int, step: int) -> None:
         """Begin a step with vLLM's prefix cache number `cache`; `step` counts the steps with tokens."""
         if cache != self._cache:
-            self._cache, self._seen, self._is_pure = cache, self._state, True
-        if self._state != self._seen or not self._is_steady:
-            self._seen, self._is_pure = self._state, False
+            self._cache, self._seen, self._is_pure = cache, self.counts, True
+        if self.counts != self._seen or not self._is_steady:
+            self._seen, self._is_pure = self.counts, False
         for name, part in self._weights.parts.items() if not self._fixed else ():
             if part.change != self._parts.get(name, Part()).change:
                 self._parts[name] = Part(part.change, part.kind, step)
@@ -262,7 +270,7 @@ class Purity:
     @property
     def refuses(self) -> bool:
         """Whether a page may hold KV of other weights than those that the namespace names."""
-        is_same = self._num_changes == self._served_changes and self._state == self._seen
+        is_same = self._num_changes == self._served_changes and self.counts == self._seen
         return not (is_same and self._is_pure and self._is_steady)
 
     def is_of(self, num_changes: int) -> bool:
@@ -285,7 +293,7 @@ class Purity:
         return Served(
             self._rank,
             self._cache,
-            self._is_pure and self._state == self._seen,
+            self._is_pure and self.counts == self._seen,
             self._is_steady,
             changes,
             lost,

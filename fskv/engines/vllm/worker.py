@@ -30,7 +30,7 @@ from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.weights import Purity, Served
+from fskv.engines.vllm.weights import Counts, Purity, Served
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
@@ -195,6 +195,11 @@ class FskvWorker(OffloadingWorker):
         self.handshake = replace(
             self.handshake, namespace_path=directory.path, namespace_digest=directory.digest
         )
+
+    @property
+    def weight_counts(self) -> dict[int, Counts]:
+        """The counts of changes of the weights, by rank."""
+        return {} if self._purity is None else {self._rank: self._purity.weight_counts}
 
     def take_served(self) -> dict[int, Served]:
         """Return what the scheduler must know of the weights, by rank."""

@@ -321,7 +321,7 @@ class FskvTier(SecondaryTierManager):
         else:
             self._worker.drop_jobs()
         if self._epochs is not None:
-            self._epochs.on_reset()
+            self._epochs.on_reset(self._worker.weight_counts)
             self._manager.rest(self._epochs.resting)
         self._collect()  # all of them
         if self._reuses_blocks:
