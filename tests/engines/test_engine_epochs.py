@@ -16,6 +16,7 @@ from engine_lab import (
     METRICS,
     MODELS,
     RESET,
+    RESET_TIERS,
     SETTLE,
     TWO_RANKS,
     checkpoint,
@@ -30,6 +31,7 @@ from engine_lab import (
     needs_vllm,
     request,
     run,
+    tier,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -204,6 +206,32 @@ def test_control_where_any_state_of_vllm_s_cache_counts_wrong_tokens_are_served(
     assert said["after"]["tokens"] != truth[1][0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_tier_stores_nothing_after_an_update_until_vllm_s_tiers_were_reset(
+    root, weights, truth, fixed
+):
+    others = [ask(PROMPTS[n], f"push {n}") for n in (5, 10, 15, 20)]
+    steps = [ask(TEXT, "warm"), *SETTLE, METRICS, reload(weights[1]), RESET]
+    steps += [ask([*TEXT, *PROMPTS[5][:CHUNK_TOKENS]], "stale"), *SETTLE, METRICS]
+    steps += [RESET_TIERS, OPENED, ask(TEXT, "after"), *SETTLE, METRICS]
+    # They take the text's place in vLLM's own tier.
+    steps += [*others, *SETTLE, RESET, ask(TEXT, "loaded")]
+    transfer = tier(root, weights_fixed=fixed, extra={"cpu_bytes_to_use": 2 << 20})
+    result = run(request(MODEL, steps, path=weights[0], transfer=transfer))
+    said = generates(result)
+    warm, stale, after = (counter(step, "stored_chunks") for step in metrics(result))
+    cached = [said[label]["num_cached_tokens"] for label in ("after", "loaded")]
+    if fixed:  # the control: somebody vouched for what is not so
+        assert warm < stale
+        assert cached[0] > 0
+        assert said["after"]["tokens"] != truth[1][0]
+        return
+    assert 0 < warm == stale < after
+    assert cached == [0, 4 * CHUNK_TOKENS]
+    assert said["after"]["tokens"] == said["loaded"]["tokens"] == truth[1][0]
+
+
 # --- ranks ------------------------------------------------------------------------------------
 
 
@@ -223,6 +251,7 @@ def test_after_a_rank_failed_in_an_update_nothing_is_served_until_a_whole_one(
         *look("ok"),
         fails,
         RESET,
+        RESET_TIERS,
         ask(TEXT, "broken"),
         *look("weights_changing"),
     ]
