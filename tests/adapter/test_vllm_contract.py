@@ -314,15 +314,6 @@ def test_a_chunk_whose_load_failed_is_a_miss_at_once(make_manager):
         assert manager.lookup(_key(10 + number), ReqContext("r")) is LookupResult.HIT
 
 
-def test_after_a_reset_nothing_is_served_unless_the_user_vouches_for_the_weights(make_manager):
-    for vouched, expected in ((False, LookupResult.MISS), (True, LookupResult.RETRY)):
-        manager = make_manager(2, weights_fixed=vouched)
-        manager.reset_cache()
-        assert manager.lookup(_key(1), ReqContext("r")) is expected
-        stored = manager.prepare_store([_key(1)], ReqContext("r")).keys_to_store
-        assert bool(stored) is vouched
-
-
 @pytest.mark.parametrize(
     ("tiers", "local", "loads"),
     [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
 
 import odd_checkpoints as odd
 import pytest
@@ -27,7 +26,6 @@ from engine_lab import (
     request,
     run,
     start_engine,
-    tier,
 )
 
 pytestmark = [pytest.mark.engine]
@@ -231,54 +229,6 @@ def test_weights_that_are_replaced_after_the_load_stop_the_start(lab):
     # The control: with the user's word for it the engine starts, and stores.
     assert lab.engine(checkpoint, text(), options={"weights_id": "mine"}, changes=changes)
     assert lab.chunks
-
-
-def loads_its_weights_again(lab, transfer):
-    """Have an engine store, and one on its root load other weights before it is asked for more.
-
-    Return what the second one said, what an engine with these weights says, and how many chunks there were.
-    """
-    checkpoint = odd.llama(lab.path / "llama")
-    other = lab.path / "other"
-    shutil.copytree(checkpoint, other)
-    weights = other / "model.safetensors"
-    weights.write_bytes(odd.other_weights(weights))
-    new = {**text("other"), "prompt_token_ids": MODELS["llama"].tokens("other", 640)}
-    again = {"rpc": "reload_weights", "kwargs": {"weights_path": str(other)}}
-    run({**lab.request(checkpoint, text()), "kv_transfer_config": transfer})
-    stored = len(lab.chunks)
-    assert stored
-    steps = [again, RESET, text(), {"sleep": 0.5}, new]
-    result = run({**lab.request(checkpoint, *steps), "kv_transfer_config": transfer})
-    return result, lab.engine(other, text(), transfer=False), stored
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fixed", [False, True])
-def test_weights_that_are_loaded_again_in_a_running_engine(lab, fixed):
-    """From then on nothing of the old weights is loaded, nothing of the new ones stored under their name."""
-    transfer = connector(lab.root, hybrid_chunk_size=64, weights_fixed=fixed)
-    judge(lab, fixed, *loads_its_weights_again(lab, transfer))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fixed", [False, True])
-def test_a_tier_is_told_of_weights_that_are_loaded_again(lab, fixed):
-    """It lives in the engine's core, the weights in workers: as above, behind vLLM's CPU tier."""
-    transfer = tier(lab.root, weights_fixed=fixed)
-    judge(lab, fixed, *loads_its_weights_again(lab, transfer))
-
-
-def judge(lab, fixed, result, truth, stored):
-    done = generates(result)["text"]
-    if fixed:  # the control: somebody vouched for what is not so
-        assert done["num_cached_tokens"] > 0
-        assert len(lab.chunks) > stored
-        return
-    assert done["tokens"] == generates(truth)["text"]["tokens"]
-    assert done["num_cached_tokens"] == 0
-    assert len(lab.chunks) == stored
-    assert "weights were loaded again" in log_of(result)
 
 
 @pytest.mark.slow

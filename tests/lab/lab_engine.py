@@ -7,7 +7,16 @@ Further steps:
                                place of the prompt's image token; `uuid` is what the client calls it
     {"together": [prompt, ...], "max_tokens": 16, "label"}   at the same time, which needs blocks of all
     {"embed": [...], "label"}                                a pooling model
-    {"rpc": name, "kwargs": {...}}                           collective_rpc
+    {"rpc": name, "kwargs": {...}, "raises": false}          collective_rpc
+    {"version": name}                                        of the weights, as the client calls it
+    {"add": {label: prompt}, "max_tokens": 16, "turns": n}   they run on during further steps; without `turns`
+                               each gets its first token now
+    {"abort": [label, ...]}
+    {"preempt": true}                                        vLLM's own cache is reset under what runs
+    {"finish": true}                                         their answers by label, when none runs any more
+    {"damage": root, "part": 0.2, "seed": 1}                 a bit is flipped in this part of the chunk files
+    {"read": path, "until": text}                            the file, as soon as it has this text
+    {"facts": root}                                          what may leak
 
 `changes` of the request are names and values of the functions in `CHANGES`. Most take a protection out, for a
 negative control.
@@ -15,19 +24,26 @@ negative control.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
+import random
 import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import places  # noqa: F401
+import pytest
+from world import wait_for
 
 from demo import engine
+from faults import files
 
 
 class Child(engine.Child):
     def _start(self) -> None:
+        self.answers: dict[str, dict[str, Any]] = {}  # so far, of what was added
         for name, value in self.request.get("changes", {}).items():
             CHANGES[name](value)
         super()._start()
@@ -35,7 +51,8 @@ class Child(engine.Child):
     def _do(self, step: dict[str, Any]) -> dict[str, Any]:
         label = {"label": step.get("label")}
         if "rpc" in step:
-            self.llm.collective_rpc(step["rpc"], kwargs=step.get("kwargs", {}))
+            with pytest.raises(RuntimeError) if step.get("raises") else contextlib.nullcontext():
+                self.llm.collective_rpc(step["rpc"], kwargs=step.get("kwargs", {}))
             return {"step": "rpc"}
         if "embed" in step:
             (output,) = self.llm.embed([{"prompt_token_ids": step["embed"]}], use_tqdm=False)
@@ -59,15 +76,75 @@ class Child(engine.Child):
             if self.flush:
                 self._generate([1], 1)
             return {"step": "generate", "tokens": tokens, "num_cached_tokens": cached, **label}
+        for name in ("version", "add", "abort", "preempt", "finish", "damage", "read", "facts"):
+            if name in step:
+                return {"step": name, **(getattr(self, f"_{name}")(step) or {})}
         return super()._do(step)
 
+    def _version(self, step: dict[str, Any]) -> None:
+        self.llm.llm_engine.set_weight_version(step["version"])
+
+    def _add(self, step: dict[str, Any]) -> None:
+        for label, prompt in step["add"].items():
+            sampling = self._sampling(step.get("max_tokens", 16))
+            self.llm.llm_engine.add_request(label, {"prompt_token_ids": prompt}, sampling)
+        for _ in range(step.get("turns", 0)):
+            self._turn()
+        while "turns" not in step and not step["add"].keys() <= self.answers.keys():
+            self._turn()
+
+    def _turn(self) -> None:
+        for output in self.llm.llm_engine.step():
+            tokens = list(output.outputs[0].token_ids)
+            answer = {"tokens": tokens, "num_cached_tokens": output.num_cached_tokens}
+            self.answers[output.request_id] = answer
+
+    def _abort(self, step: dict[str, Any]) -> None:
+        self.llm.llm_engine.abort_request(step["abort"])
+        for label in step["abort"]:
+            self.answers.pop(label, None)
+
+    def _preempt(self, step: dict[str, Any]) -> None:
+        assert self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _finish(self, step: dict[str, Any]) -> dict[str, Any]:
+        while self.llm.llm_engine.has_unfinished_requests():
+            self._turn()
+        if self.flush:
+            self._generate([1], 1)
+        answers, self.answers = self.answers, {}
+        return {"answers": answers}
+
+    def _damage(self, step: dict[str, Any]) -> dict[str, Any]:
+        paths = sorted(files.chunk_files(step["damage"]))
+        chosen = random.Random(step["seed"]).sample(paths, int(step["part"] * len(paths)))
+        for path in chosen:
+            with contextlib.suppress(FileNotFoundError):
+                files.flip_payload_bit(path)
+        return {"count": len(chosen)}
+
+    def _read(self, step: dict[str, Any]) -> dict[str, Any]:
+        wait_for(lambda: step["until"] in pathlib.Path(step["read"]).read_text())
+        return {"text": pathlib.Path(step["read"]).read_text()}
+
+    def _facts(self, step: dict[str, Any]) -> dict[str, Any]:
+        status = pathlib.Path("/proc/self/status").read_text()
+        return {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "rss_kib": int(status.partition("VmRSS:")[2].split()[0]),
+            "directories": sum(len(names) for _, names, _ in os.walk(step["facts"])),
+        }
+
     def _answer(self, prompts: list[dict[str, Any]], max_tokens: int, **more: Any) -> list[Any]:
+        return self.llm.generate(prompts, self._sampling(max_tokens, **more), use_tqdm=False)
+
+    def _sampling(self, max_tokens: int, **more: Any) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
+        return SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, seed=0, **more
         )
-        return self.llm.generate(prompts, sampling, use_tqdm=False)
 
 
 def _prompt_with_image(step: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +300,26 @@ def cpu_gaps(_: Any) -> None:
     cpu_gaps.fill()
 
 
+def one_epoch(_: Any) -> None:
+    """The identity does not tell the weights of one update from those of another."""
+    from fskv.namespace import Identity
+
+    check = Identity.__post_init__
+
+    def without_epoch(self: Any) -> None:
+        check(self)
+        object.__setattr__(self, "epoch", None)
+
+    Identity.__post_init__ = without_epoch
+
+
+def always_pure(_: Any) -> None:
+    """VLLM's own cache counts as one that has no KV of other weights."""
+    from fskv.engines.vllm.weights import Purity
+
+    Purity._is_pure = property(lambda self: True, lambda self, value: None)
+
+
 def constants(values: dict[str, float]) -> None:
     """Fskv's constants are others."""
     from quick_constants import set_constants
@@ -231,7 +328,7 @@ def constants(values: dict[str, float]) -> None:
 
 
 _ALL = (arch, kernels, replace_after_load, without_impl, new_kind, never_rests)
-_ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, constants)
+_ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, one_epoch, always_pure, constants)
 CHANGES: dict[str, Callable[[Any], None]] = {change.__name__: change for change in _ALL}
 
 
