@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,7 @@ class Weights:
         self.checkpoint: tuple[str, Mapping[str, Any]] | None = (
             None  # of a reload, with its files' states
         )
+        self._loaded: set[str] = set()  # names of parameters, by all updates together
         self._num_running = 0
         self._failed = False
         self._worker: Any = None
@@ -124,6 +125,8 @@ class Weights:
             finally:
                 with self._lock:
                     self._num_running -= 1
+            if name == "load_weights":
+                self._note_loaded(found)
             if not is_part:
                 self._failed = False
                 self._tell(b".")
@@ -142,6 +145,17 @@ class Weights:
         kind, parts = self._source(name, args, kwargs)
         for part in parts:
             self.parts[part] = Part(self.num_changes, kind, -1)
+
+    def _note_loaded(self, names: object) -> None:
+        """Take the names of the parameters that a model has loaded.
+
+        A checkpoint that leaves some that earlier updates changed does not name the weights.
+        """
+        part = self.parts.get(MODEL)
+        loaded = names if isinstance(names, set) else set()
+        if part is not None and part.kind == CHECKPOINT and not (loaded and loaded >= self._loaded):
+            self.parts[MODEL] = replace(part, kind=PRIVATE)
+        self._loaded |= loaded
 
     def _source(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
