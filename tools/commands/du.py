@@ -13,7 +13,7 @@ from fskv.index.tally import Count
 
 from ..exits import outcome
 from ..options import JsonOption, NamespaceArgument, RootOption
-from ..root_view import RootView
+from ..root_view import Namespace, RootView, lines
 from ..terminal import (
     age_option,
     ago,
@@ -41,6 +41,7 @@ LINES = {
     "use": {
         "by": "`namespace`, `tenant` or `group`",
         "namespace": "ARCH/MODEL@DIGEST if `by` is `namespace`, else null",
+        "epoch": "of the namespace, as in its namespace.json, or null",
         "tenant": "unless `by` is `group`; null for none",
         "group": "kind of KV group if `by` is `group`; `unknown` without a good identity",
         **_COUNTS,
@@ -92,11 +93,7 @@ class By(StrEnum):
 
 def _key(by: By, usage: NamespaceUsage, group: int) -> Key:
     one = usage.namespace
-    return {
-        By.NAMESPACE: (one.id, one.tenant, None),
-        By.TENANT: (None, one.tenant, None),
-        By.GROUP: (None, None, usage.kind(group)),
-    }[by]
+    return {By.NAMESPACE: one, By.TENANT: one.tenant, By.GROUP: usage.kind(group)}[by]
 
 
 def command(
@@ -169,13 +166,20 @@ def _line(name: str, text: str) -> None:
 
 
 def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
-    named = [(next((text for text in key if text), "-"), count) for key, count in rows.items()]
-    if len(rows) > 1 and by is By.NAMESPACE:
-        damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
-        named.append((many(len(rows), "namespace") + damaged, usage.total))
+    named: dict[str, Count] = {}
+    if by is By.NAMESPACE:
+        for name, spaces in lines(one for one in rows if isinstance(one, Namespace)).items():
+            named[name] = Count()
+            for one in spaces:
+                named[name].add(rows[one])
+        if len(rows) > 1:
+            damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
+            named[many(len(rows), "namespace") + damaged] = usage.total
+    else:
+        named = {str(key or "-"): count for key, count in rows.items()}
     numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
     if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
-        for name, count in named:
+        for name, count in named.items():
             print(fill(name))
             files, on_disk, *unused = _cells(count)
             print(fill(f"{files} files, {on_disk} on disk", 2))
@@ -183,7 +187,7 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             print(fill(f"unused: {', '.join(each)}", 2))
         return
     table = new_table(by.value.upper(), *numbers, right=numbers)
-    for name, count in named:
+    for name, count in named.items():
         if count is usage.total:
             table.add_section()
         table.add_row(*map(plain, [name, *_cells(count)]))
@@ -226,8 +230,11 @@ def _counts(count: Count, ages: list[str]) -> dict[str, object]:
 
 def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        for (namespace, tenant, group), count in rows.items():
-            names = {"namespace": namespace, "tenant": tenant, "group": group}
+        for key, count in rows.items():
+            where = key if isinstance(key, Namespace) else None
+            names = {"namespace": where and where.id, "epoch": where and where.epoch}
+            names |= {"tenant": key if by is By.TENANT else where and where.tenant}
+            names |= {"group": key if by is By.GROUP else None}
             emit("use", by=by.value, **names, **_counts(count, usage.ages))
     for one in usage.namespaces:
         emit(
