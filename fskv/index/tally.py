@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,14 @@ class Count:
     num_files: int = 0
     nbytes: int = 0  # on disk
     unused: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, counts: Iterable[Count]) -> Count:
+        """Return the sum of counts."""
+        found = cls()
+        for one in counts:
+            found.add(one)
+        return found
 
     def add(self, other: Count) -> None:
         self.num_files += other.num_files

@@ -166,20 +166,16 @@ def _line(name: str, text: str) -> None:
 
 
 def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
-    named: dict[str, Count] = {}
+    named = [(str(key or "-"), count) for key, count in rows.items()]
     if by is By.NAMESPACE:
-        for name, spaces in lines(one for one in rows if isinstance(one, Namespace)).items():
-            named[name] = Count()
-            for one in spaces:
-                named[name].add(rows[one])
+        folded = lines(key for key in rows if isinstance(key, Namespace)).items()
+        named = [(name, Count.of(rows[one] for one in spaces)) for name, spaces in folded]
         if len(rows) > 1:
             damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
-            named[many(len(rows), "namespace") + damaged] = usage.total
-    else:
-        named = {str(key or "-"): count for key, count in rows.items()}
+            named.append((many(len(rows), "namespace") + damaged, usage.total))
     numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
     if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
-        for name, count in named.items():
+        for name, count in named:
             print(fill(name))
             files, on_disk, *unused = _cells(count)
             print(fill(f"{files} files, {on_disk} on disk", 2))
@@ -187,7 +183,7 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             print(fill(f"unused: {', '.join(each)}", 2))
         return
     table = new_table(by.value.upper(), *numbers, right=numbers)
-    for name, count in named.items():
+    for name, count in named:
         if count is usage.total:
             table.add_section()
         table.add_row(*map(plain, [name, *_cells(count)]))

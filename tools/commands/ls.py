@@ -274,9 +274,8 @@ def _print_namespaces(rows: list[Sums], total: _Total) -> None:
     if len(rows) > 1:
         table.add_section()
         damaged = sum(row.namespace.problem is not None for row in rows)
-        name = many(sum(row.number for row in rows), "namespace") + f", {damaged:,} damaged" * bool(
-            damaged
-        )
+        name = many(sum(row.number for row in rows), "namespace")
+        name += f", {damaged:,} damaged" * bool(damaged)
         cells = ["", name, *[""] * tenants]
         table.add_row(*map(plain, [*cells, f"{total.chunks:,}", iec(total.nbytes), ""]))
     print_table(table)
