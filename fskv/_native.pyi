@@ -22,16 +22,6 @@ def probe_chunks(
     /,
 ) -> tuple[bytes, int, int, float]: ...
 
-# List `chunks/<3 hex>`: 40 bytes for each chunk file, and the names of all other entries.
-# Little endian: digest (16 bytes), u32 group, u32 rank + 1 (0: none), i64 mtime in ns, u64 bytes on disk.
-# Before each other name stands its kind: f(ile), d(irectory), l(ink), ? (anything else, or lstat failed).
-# With y again those records whose mtime is after `young_ns` and whose blocks are not all counted: of these
-# the length stands for the bytes on disk. An mtime after `newest_ns` is 0. Without the two: no file is young.
-# Raises OSError only if the directory cannot be opened or read, or is a symbolic link.
-def list_shard(
-    path: bytes, young_ns: int = ..., newest_ns: int = ..., /
-) -> tuple[bytes, list[bytes]]: ...
-
 # Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
 def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
 

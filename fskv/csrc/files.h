@@ -1,5 +1,5 @@
-/* Chunk files seen from outside: are they there, and what stands in their directory. Opens none of them. Knows
- * nothing of Python: called without the interpreter's lock, on threads that may hang with the mount.
+/* Chunk files seen from outside: are they there? Opens none of them. Knows nothing of Python: called without the
+ * interpreter's lock, on threads that may hang with the mount.
  *
  * Names are those of docs/format.md, "Names of chunk files": `<directory>/<3 hex>/<32 hex><suffix>`. All of their
  * pieces come from fskv.namespace.
@@ -37,30 +37,5 @@ void shards_close(ShardsDir *directory);
  * cannot be looked at. `missed_before`: see fskv.index.presence.probe_chunks. `path` has
  * room for the longest path and a zero: path_nbytes + 37 + suffix_nbytes + 1. */
 int probe_chunk(const RankFile *files, size_t num_files, const char name[NAME], bool missed_before, char *path);
-
-/* A chunk file in a shard, as the scanner takes it: 40 bytes, little endian. */
-typedef struct {
-    uint8_t digest[16];
-    uint32_t group;
-    uint32_t rank_and_1; /* 0: the name has no rank */
-    int64_t mtime_ns;
-    uint64_t disk_nbytes; /* st_size where the file system counts no blocks (yet) */
-} ShardRecord;
-
-/* What else is in a shard: a name after its kind, one of "fdl?" (file, directory, link, other). Or "y": a record
- * that is young and whose blocks are not all counted yet. */
-typedef struct {
-    ShardRecord *records;
-    size_t num_records, room_records;
-    char *others; /* for each a kind, a name, a zero */
-    size_t others_nbytes, room_others;
-} Shard;
-
-/* List one shard; 0 or an errno: ENOTDIR for a symbolic link. Free the result with shard_free in either case.
- * Files with a later mtime than `young_ns` are young: they count with their length at least, since some file
- * systems (ZFS, NFS) count a file's blocks seconds after it was written. An mtime later than `newest_ns` is not
- * believed and becomes 0. */
-int shard_list(const char *path, int64_t young_ns, int64_t newest_ns, Shard *shard);
-void shard_free(Shard *shard);
 
 #endif

@@ -191,45 +191,6 @@ done:
     return result;
 }
 
-PyObject *list_shard(PyObject *module, PyObject *args)
-{
-    PyObject *object;
-    char *path;
-    Py_ssize_t nbytes;
-    long long young_ns = INT64_MAX, newest_ns = INT64_MAX;
-    if (!PyArg_ParseTuple(args, "S|LL:list_shard", &object, &young_ns, &newest_ns)
-        || PyBytes_AsStringAndSize(object, &path, &nbytes) != 0)
-        return NULL;
-    if (strlen(path) != (size_t)nbytes) {
-        PyErr_SetString(PyExc_ValueError, "list_shard: the path has a zero in it");
-        return NULL;
-    }
-    Shard shard;
-    int error;
-    Py_BEGIN_ALLOW_THREADS
-    error = shard_list(path, young_ns, newest_ns, &shard);
-    Py_END_ALLOW_THREADS
-    PyObject *result = NULL, *others = NULL;
-    if (error != 0) {
-        errno = error;
-        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, object);
-    } else if ((others = PyList_New(0)) != NULL) {
-        bool good = true;
-        for (size_t at = 0; good && at < shard.others_nbytes; at += strlen(shard.others + at) + 1) {
-            PyObject *other = PyBytes_FromString(shard.others + at);
-            good = other != NULL && PyList_Append(others, other) == 0;
-            Py_XDECREF(other);
-        }
-        if (good)
-            /* y# makes None of NULL */
-            result = Py_BuildValue("y#O", shard.records ? (const char *)shard.records : "",
-                                   (Py_ssize_t)(shard.num_records * sizeof(ShardRecord)), others);
-        Py_DECREF(others);
-    }
-    shard_free(&shard);
-    return result;
-}
-
 PyObject *open_directory(PyObject *module, PyObject *args)
 {
     PyObject *object;

@@ -95,9 +95,6 @@ static PyMethodDef functions[] = {
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(names, groups, missed_before, directories, files): see fskv.index.presence.probe_chunks; returns a "
      "byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},
-    {"list_shard", list_shard, METH_VARARGS,
-     "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
-     "a letter for its kind."},
     {"open_beneath", open_directory, METH_VARARGS,
      "open_beneath(path, root_nbytes, flags): see fskv.root.beneath.open_directory."},
     {"stamp_use", stamp_file, METH_VARARGS,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import resource
-import struct
 import threading
 import time
 import tracemalloc
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
-from fskv import _native, namespace
+from fskv import _native
 from fskv.data_path.job import NativeEvent, State
 from fskv.data_path.transports import host
 from fskv.data_path.transports.cuda import flat_bytes
@@ -183,9 +181,6 @@ def test_probes_leak_neither_memory_nor_files(tmp_path):
             for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
                 with contextlib.suppress(KeyError, ValueError):
                     _native.probe_chunks(*chunks, bytes(50), places, wrong)
-            _native.list_shard(os.fsencode(tmp_path))
-            with contextlib.suppress(OSError):
-                _native.list_shard(b"/nowhere")
 
     with leaves_nothing_open():
         look(10)
@@ -195,70 +190,6 @@ def test_probes_leak_neither_memory_nor_files(tmp_path):
         used = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
     assert used < 20_000  # 300 times one object of a call would be more
-
-
-# --- listing a shard ------------------------------------------------------------------------------
-
-RECORD = struct.Struct("<16sIIqQ")
-DIGITS = "5db" + "e6da63de3a8ac060fc86b912758d4"
-
-
-def list_shard(path):
-    records, others = _native.list_shard(os.fsencode(path))
-    return sorted(RECORD.iter_unpack(records)), sorted(others)
-
-
-@pytest.fixture
-def shard(tmp_path):
-    path = tmp_path / "chunks" / DIGITS[:3]
-    path.mkdir(parents=True)
-    return path
-
-
-def test_many_chunks_and_others_are_all_listed_once(shard):
-    source = random.Random(2)
-    digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
-    for digest in digests:
-        (shard / f"{digest.hex()}.g1.kv").touch()
-    names = {f"node-{n}-abcdef01-{'x' * (n % 200)}.part" for n in range(300)}
-    for name in names:
-        (shard / name).touch()
-    records, others = list_shard(shard)
-    assert [record[0] for record in records] == sorted(digests)
-    assert others == sorted(b"f" + name.encode() for name in names)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.from_regex(r"\A5db[0-9a-f]{27,30}\.(g|r)[0-9]{0,7}(\.r[0-9]{0,7})?\.kv\Z"))
-def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
-    shard = tmp_path_factory.mktemp("shards") / DIGITS[:3]
-    shard.mkdir()
-    (shard / name).touch()
-    parsed = namespace.parse_chunk_path(f"chunks/{DIGITS[:3]}/{name}")
-    records, others = list_shard(shard)
-    if parsed is None:
-        assert (records, others) == ([], [b"f" + name.encode()])
-    else:
-        rank = 0 if parsed.rank is None else parsed.rank + 1
-        assert others == []
-        assert [record[:3] for record in records] == [
-            (bytes.fromhex(parsed.name), parsed.group_idx, rank)
-        ]
-
-
-def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):
-    (shard / "file").touch()
-    for path, error in [
-        (shard / "no", FileNotFoundError),
-        (shard / "file", NotADirectoryError),
-    ]:
-        with pytest.raises(error) as caught:
-            _native.list_shard(os.fsencode(path))
-        assert os.fsdecode(caught.value.filename) == str(path)
-    with pytest.raises(ValueError):
-        _native.list_shard(b"a\0b")
-    with pytest.raises(TypeError):
-        _native.list_shard(str(shard))
 
 
 # --- one chunk ------------------------------------------------------------------------------------
