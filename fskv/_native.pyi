@@ -22,9 +22,6 @@ def probe_chunks(
     /,
 ) -> tuple[bytes, int, int, float]: ...
 
-# Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
-def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
-
 # Give a file the time of a use: csrc/chunk_io.h. `use` has 8 bytes, 0 at first, and is not resized.
 def stamp_use(directory_fd: int, name: str, use: bytearray, depth: int, fresh: bool, /) -> None: ...
 

@@ -191,25 +191,6 @@ done:
     return result;
 }
 
-PyObject *open_directory(PyObject *module, PyObject *args)
-{
-    PyObject *object;
-    Py_ssize_t root_nbytes;
-    int flags, fd;
-    if (!PyArg_ParseTuple(args, "Sni:open_beneath", &object, &root_nbytes, &flags))
-        return NULL;
-    const char *path = PyBytes_AS_STRING(object);
-    size_t nbytes = (size_t)PyBytes_GET_SIZE(object);
-    if (strlen(path) != nbytes || root_nbytes < 0) {
-        PyErr_SetString(PyExc_ValueError, "open_beneath: the path has a zero in it, or its root no length");
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    fd = open_beneath(path, (size_t)root_nbytes, nbytes, flags);
-    Py_END_ALLOW_THREADS
-    return fd < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, object) : PyLong_FromLong(fd);
-}
-
 PyObject *stamp_file(PyObject *module, PyObject *args)
 {
     PyObject *use;

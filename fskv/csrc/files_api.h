@@ -6,7 +6,6 @@
 #include <Python.h>
 
 PyObject *probe_chunks(PyObject *module, PyObject *args);
-PyObject *open_directory(PyObject *module, PyObject *args);
 PyObject *stamp_file(PyObject *module, PyObject *args);
 
 #endif

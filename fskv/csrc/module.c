@@ -95,8 +95,6 @@ static PyMethodDef functions[] = {
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(names, groups, missed_before, directories, files): see fskv.index.presence.probe_chunks; returns a "
      "byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},
-    {"open_beneath", open_directory, METH_VARARGS,
-     "open_beneath(path, root_nbytes, flags): see fskv.root.beneath.open_directory."},
     {"stamp_use", stamp_file, METH_VARARGS,
      "stamp_use(directory_fd, name, use, depth, fresh): see csrc/chunk_io.h; `use` is a bytearray of 8."},
     {NULL},
