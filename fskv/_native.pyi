@@ -10,15 +10,16 @@ def row_digests(payload: Any) -> bytes: ...
 # `slot` is a buffer of the host, or (address, bytes) on the pages' device.
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
-# Look at a batch: 32 digits and a group of each chunk. `files` are a group's, one of each rank: (position in
-# `directories`, suffix, size). Returns a byte for each chunk, 1 if it is there; how many cannot be looked at,
-# and the first errno; the seconds it took.
+# Look at a batch: 32 digits of each chunk, and its group's position in `files`, which has (suffix, size) of
+# each rank's file, group after group. Returns a byte for each chunk, 1 if it is there; how many cannot be
+# looked at, and the first errno; the seconds it took.
 def probe_chunks(
+    directory: bytes,
     names: bytes,
-    groups: tuple[int, ...],
+    groups: bytes,
     missed_before: bytes,
-    directories: tuple[bytes, ...],
-    files: dict[int, tuple[tuple[int, bytes, int], ...]],
+    files: tuple[tuple[bytes, int], ...],
+    num_ranks: int,
     /,
 ) -> tuple[bytes, int, int, float]: ...
 

@@ -24,7 +24,6 @@ typedef struct {
 
 /* One rank's file of a group. */
 typedef struct {
-    const ShardsDir *directory;
     const char *suffix;
     size_t suffix_nbytes;
     int64_t nbytes;
@@ -36,6 +35,7 @@ void shards_close(ShardsDir *directory);
 /* Look whether all of a chunk's files are there with their sizes: 1, 0, or the negative errno of the first that
  * cannot be looked at. `missed_before`: see fskv.index.presence.probe_chunks. `path` has
  * room for the longest path and a zero: path_nbytes + 37 + suffix_nbytes + 1. */
-int probe_chunk(const RankFile *files, size_t num_files, const char name[NAME], bool missed_before, char *path);
+int probe_chunk(const ShardsDir *directory, const RankFile *files, size_t num_files, const char name[NAME],
+                bool missed_before, char *path);
 
 #endif

@@ -125,62 +125,56 @@ def test_a_table_of_another_type_is_refused():
 
 
 NAME = b"0123456789abcdef" * 2
-FILES = {0: ((0, b".g0.kv", 7),)}
+FILES = ((b".g0.kv", 7), (b".g1.kv", 7))
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"missed": b""}, ValueError),
-        ({"missed": b"\0\0"}, ValueError),
-        ({"missed": "0"}, TypeError),
+        ({"directory": "/nowhere"}, TypeError),
+        ({"directory": b"/x\0y"}, ValueError),
         ({"names": NAME[1:]}, ValueError),
         ({"names": NAME + b"0"}, ValueError),
         ({"names": NAME.decode()}, TypeError),
-        ({"names": bytearray(NAME)}, TypeError),
-        ({"groups": (1,)}, KeyError),
-        ({"groups": (0, 0)}, ValueError),
-        ({"groups": [0]}, TypeError),  # a list may change meanwhile
-        ({"groups": ("0",)}, TypeError),
-        ({"groups": (2**70,)}, OverflowError),
-        ({"directories": [b"/nowhere"]}, TypeError),
-        ({"directories": ("/nowhere",)}, ValueError),
-        ({"directories": (b"/x\0y",)}, ValueError),
-        ({"directories": ()}, ValueError),
-        ({"files": {}}, KeyError),
-        ({"files": {0: ()}}, ValueError),
-        ({"files": {0: [(0, b".kv", 1)]}}, ValueError),
-        ({"files": {0: ([0, b".kv", 1],)}}, ValueError),
-        ({"files": {0: ((0, b".kv"),)}}, TypeError),
-        ({"files": {0: ((0, ".kv", 1),)}}, ValueError),
-        ({"files": {0: ((1, b".kv", 1),)}}, ValueError),
-        ({"files": {0: ((-1, b".kv", 1),)}}, ValueError),
-        ({"files": {0: ((0, b".k\0v", 1),)}}, ValueError),
-        ({"files": {0: ((0, b".kv", 2**70),)}}, OverflowError),
-        ({"files": {"0": ((0, b".kv", 1),)}}, TypeError),
-        ({"files": [FILES]}, TypeError),
+        ({"names": bytearray(NAME)}, TypeError),  # it may change meanwhile
+        ({"groups": b"\2"}, ValueError),
+        ({"groups": b"\0\0"}, ValueError),
+        ({"groups": (0,)}, TypeError),
+        ({"missed": b""}, ValueError),
+        ({"missed": b"\0\0"}, ValueError),
+        ({"missed": "0"}, TypeError),
+        ({"files": ()}, ValueError),
+        ({"files": [*FILES]}, TypeError),
+        ({"files": ([b".kv", 1], FILES[0])}, TypeError),
+        ({"files": ((b".kv",), FILES[0])}, TypeError),
+        ({"files": ((".kv", 1), FILES[0])}, TypeError),
+        ({"files": ((b".k\0v", 1), FILES[0])}, ValueError),
+        ({"files": ((b".kv", 2**70), FILES[0])}, OverflowError),
+        ({"num_ranks": 0}, ValueError),
+        ({"num_ranks": -1}, ValueError),
+        ({"num_ranks": 3}, ValueError),
+        ({"groups": b"\1", "num_ranks": 2}, ValueError),
     ],
 )
 def test_a_probe_with_other_arguments_is_refused(changes, error):
     """Negative control: without a change it is an answer."""
-    good = {"names": NAME, "groups": (0,), "missed": b"\0", "directories": (b"/nowhere",)}
-    good["files"] = FILES
+    good = {"directory": b"/nowhere", "names": NAME, "groups": b"\1", "missed": b"\0"}
+    good |= {"files": FILES, "num_ranks": 1}
     assert _native.probe_chunks(*good.values())[:3] == (b"\0", 0, 0)
     with pytest.raises(error):
         _native.probe_chunks(*(good | changes).values())
 
 
 def test_probes_leak_neither_memory_nor_files(tmp_path):
-    chunks = NAME * 50, tuple(n % 2 for n in range(50))
-    places = (os.fsencode(tmp_path),)
-    files = {g: ((0, b".g%d.kv" % g, 7),) * 3 for g in range(2)}
+    chunks = os.fsencode(tmp_path), NAME * 50, bytes([0, 1] * 25), bytes([0, 1] * 25)
+    files = tuple((b".g%d.kv" % g, 7) for g in range(2) for _ in range(3))
 
     def look(times):
         for _ in range(times):
-            _native.probe_chunks(*chunks, bytes([0, 1] * 25), places, files)
-            for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
-                with contextlib.suppress(KeyError, ValueError):
-                    _native.probe_chunks(*chunks, bytes(50), places, wrong)
+            _native.probe_chunks(*chunks, files, 3)
+            for wrong in (files[:3], (*files[:5], (b"\0", 7))):
+                with contextlib.suppress(ValueError):
+                    _native.probe_chunks(*chunks, wrong, 3)
 
     with leaves_nothing_open():
         look(10)
