@@ -10,7 +10,6 @@ import pytest
 from fskv.data_path.transports import numa
 from fskv.data_path.transports.arena import Arena
 
-
 ADDRESS = "0000:c1:00.0"
 
 
