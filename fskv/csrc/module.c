@@ -5,7 +5,6 @@
 
 #include <string.h>
 
-#include "files_api.h"
 #include "xxh3.h"
 
 static PyObject *row_digests(PyObject *module, PyObject *object)
