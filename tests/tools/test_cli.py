@@ -106,15 +106,14 @@ def test_a_directory_that_cannot_be_listed_is_named_once_and_in_words(
 
 
 def deny_listing(monkeypatch, unlistable):
-    for lister in ("_list_in_c", "_list_in_python"):
-        real = getattr(scan, lister)
+    real = scan._listed
 
-        def fail(path, *rest, real=real):
-            if os.fsdecode(path) == unlistable:
-                raise PermissionError(13, "denied", path)
-            return real(path, *rest)
+    def fail(path, *rest):
+        if path == unlistable:
+            raise PermissionError(13, "denied", path)
+        return real(path, *rest)
 
-        monkeypatch.setattr(scan, lister, fail)
+    monkeypatch.setattr(scan, "_listed", fail)
 
 
 def test_an_unknown_command_is_a_usage_error_that_suggests_one():
