@@ -78,7 +78,9 @@ class Weights:
         self.checkpoint: tuple[str, Mapping[str, Any]] | None = (
             None  # of a reload, with its files' states
         )
-        self._loaded: set[str] = set()  # names of parameters, by all updates together
+        # Names of parameters: of those that some update may have changed, and of all.
+        self._loaded: set[str] = set()
+        self._all_names: set[str] = set()
         self._num_running = 0
         self._failed = False
         self._worker: Any = None
@@ -105,6 +107,8 @@ class Weights:
         self._worker = worker
         extension = str(getattr(worker.vllm_config.parallel_config, "worker_extension_cls", ""))
         for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                self._all_names |= dict(owner.named_parameters()).keys()
             for name in changing_methods(type(owner), extension):
                 setattr(owner, name, self._noting(getattr(owner, name), name))
 
@@ -120,6 +124,7 @@ class Weights:
                 found = method(*args, **kwargs)
             except BaseException:
                 self._failed = True
+                self._loaded |= self._all_names
                 self._tell(b"!")
                 raise
             finally:
@@ -143,13 +148,15 @@ class Weights:
         self.method = name
         self._tell(b"x")
         kind, parts = self._source(name, args, kwargs)
+        if kind != CHECKPOINT:
+            self._loaded |= self._all_names
         for part in parts:
             self.parts[part] = Part(self.num_changes, kind, -1)
 
     def _note_loaded(self, names: object) -> None:
         """Take the names of the parameters that a model has loaded.
 
-        A checkpoint that leaves some that earlier updates changed does not name the weights.
+        A checkpoint that leaves some that earlier updates may have changed does not name the weights.
         """
         part = self.parts.get(MODEL)
         loaded = names if isinstance(names, set) else set()
