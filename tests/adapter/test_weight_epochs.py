@@ -6,6 +6,7 @@ updates, resets, versions and sleeps come in any order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,9 +18,11 @@ import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
+import torch
+
 from fskv.engines.vllm import weights as weights_module
 from fskv.engines.vllm.epochs import Epochs
-from fskv.engines.vllm.weights import MODEL, MarkedWeights, Part, Purity, Weights
+from fskv.engines.vllm.weights import CHECKPOINT, MODEL, MarkedWeights, Part, Purity, Weights
 
 pytestmark = world.VLLM
 
@@ -270,3 +273,52 @@ def test_weights_of_other_processes_are_read_from_their_marks(tmp_path, told, is
     assert weights.num_changes == told.count(b"x")
     assert bool(weights.parts) is bool(told)
     os.close(fd)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def load_weights(self, names):
+        if names == "fails":
+            raise RuntimeError("connection lost")
+        return names if names is None else set(names)
+
+
+class Loading(Extended):
+    """A worker that loads a checkpoint as vLLM does: through its model, which tells what it has loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.loading = Model()
+
+    def reload_weights(self, weights_iterator=None, weights_path=None):
+        self.loading.load_weights(self.has)
+
+
+@pytest.mark.parametrize(
+    ("before", "has", "names_them"),
+    [
+        ([], "a", True),
+        (["ab"], "ab", True),
+        (["ab"], "a", False),
+        (["a"], "a", True),
+        (["patch"], "ab", True),
+        (["patch"], "a", False),
+        (["fails"], "ab", True),
+        (["fails"], "a", False),
+        (["ab", "a"], "ab", True),
+        ([], None, False),
+    ],
+)
+def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_changed(
+    before, has, names_them
+):
+    worker, weights = Loading(), Weights()
+    weights.watch(worker, [worker, worker.loading])
+    for what in (*before, has):
+        worker.has = what
+        with contextlib.suppress(RuntimeError):
+            worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
+    assert (weights.parts[MODEL].kind == CHECKPOINT) is names_them

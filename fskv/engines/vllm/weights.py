@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,9 @@ class Weights:
         self.checkpoint: tuple[str, Mapping[str, Any]] | None = (
             None  # of a reload, with its files' states
         )
+        # Names of parameters: of those that some update may have changed, and of all.
+        self._loaded: set[str] = set()
+        self._all_names: set[str] = set()
         self._num_running = 0
         self._failed = False
         self._worker: Any = None
@@ -104,6 +107,8 @@ class Weights:
         self._worker = worker
         extension = str(getattr(worker.vllm_config.parallel_config, "worker_extension_cls", ""))
         for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                self._all_names |= dict(owner.named_parameters()).keys()
             for name in changing_methods(type(owner), extension):
                 setattr(owner, name, self._noting(getattr(owner, name), name))
 
@@ -119,11 +124,14 @@ class Weights:
                 found = method(*args, **kwargs)
             except BaseException:
                 self._failed = True
+                self._loaded |= self._all_names
                 self._tell(b"!")
                 raise
             finally:
                 with self._lock:
                     self._num_running -= 1
+            if name == "load_weights":
+                self._note_loaded(found)
             if not is_part:
                 self._failed = False
                 self._tell(b".")
@@ -140,8 +148,21 @@ class Weights:
         self.method = name
         self._tell(b"x")
         kind, parts = self._source(name, args, kwargs)
+        if kind != CHECKPOINT:
+            self._loaded |= self._all_names
         for part in parts:
             self.parts[part] = Part(self.num_changes, kind, -1)
+
+    def _note_loaded(self, names: object) -> None:
+        """Take the names of the parameters that a model has loaded.
+
+        A checkpoint that leaves some that earlier updates may have changed does not name the weights.
+        """
+        part = self.parts.get(MODEL)
+        loaded = names if isinstance(names, set) else set()
+        if part is not None and part.kind == CHECKPOINT and not (loaded and loaded >= self._loaded):
+            self.parts[MODEL] = replace(part, kind=PRIVATE)
+        self._loaded |= loaded
 
     def _source(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
