@@ -239,7 +239,7 @@ NAMESPACE_INFO = Metric(
     "fskv_namespace_info",
     "gauge",
     "1",
-    "Always 1; the label is this engine's namespace.",
+    "Always 1; the label is the namespace of this engine's start.",
     "namespace",
 )
 
