@@ -150,8 +150,6 @@ class BlockingStore:
                         lambda: num_stops != self._num_stops or None not in stored.values(),
                         end - time.monotonic(),
                     )
-            if num_stops != self._num_stops:
-                return [False] * len(pages)
             there = kv.lookup.presence.known_present
             return [bool(stored[chunk]) if chunk in stored else there(chunk) for chunk, _ in pages]
 

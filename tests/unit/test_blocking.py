@@ -373,12 +373,12 @@ def test_of_a_store_that_an_update_comes_into_nothing_is_stored_after_it(
 @pytest.mark.parametrize("updated", [True, False])
 def test_a_store_that_waits_while_an_update_comes_and_ends_returns(make, monkeypatch, updated):
     """Its outcome never comes. Without the update, the control, it does."""
-    faulty = with_script(monkeypatch, write="H*")
+    faulty = with_script(monkeypatch, write="HH")
     store = make(load_deadline_s=60)
     store.fill(pages(range(2)))
     with ThreadPoolExecutor(1) as threads:
         stored = threads.submit(store.store, pages(range(2)))
-        wait_for(lambda: store._jobs)
+        faulty[0].wait_until_hanging(2)
         if updated:
             with store._changed:
                 move(store)
