@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
+from fskv.offload.opener import Opener
 from fskv.types import ChunkId, Presence, Status, Use
 
 logger = logging.getLogger(__name__)
 
 _STEP_S = 0.001  # while somebody waits
+_OPENING_STEP_S = 0.02  # while a namespace is opened
 _IDLE_STEP_S = 1.0
 # The runner ends a job at its deadline; a caller gives up this much later, whatever happens.
 _GRACE_S = 1.0
@@ -60,6 +63,9 @@ class BlockingStore:
         self._job_ids = itertools.count()
         self._jobs: dict[int, _Job] = {}  # that somebody waits for
         self._closed = False
+        self._num_stops = 0  # a call that one comes in between finds, loads and stores nothing
+        self._is_opening = False  # the namespace of new weights
+        self._opener = Opener[int, Any](lambda _: kv.opened({"private": secrets.token_hex(16)}))
         self._thread = threading.Thread(target=self._run, name="fskv-step", daemon=True)
         self._thread.start()
 
@@ -103,11 +109,12 @@ class BlockingStore:
         with self._changed:
             if self._closed or not pages:
                 return [False] * len(pages)
+            num_stops = self._num_stops
             moves = self._moves(pages, self._used(pages, before, there=True))
             with self._begun(_Job(), self._kv.mover.load, moves) as job:
                 self._wait(lambda: job.result is not None, self._allowed_s(len(pages)))
             # Stopped between the load's end and now: what it brought may not be what the engine wants.
-            if job.result is None or self._kv.lookup.stopped:
+            if job.result is None or num_stops != self._num_stops:
                 return [False] * len(pages)
             bad = {file.chunk for file in job.result.bad}
             return [page.chunk not in bad for page in pages]
@@ -120,16 +127,19 @@ class BlockingStore:
         end = time.monotonic() + self._allowed_s(len(pages))
         with self._changed:
             uses = [] if self._closed else self._used(pages, before, there=False)
+            num_stops = self._num_stops
         good: list[bool] = []
         for first in range(0, len(pages), self._at_once):
             some = slice(first, first + self._at_once)
-            good += self._store(pages[some], uses[some], end)
+            good += self._store(pages[some], uses[some], end, num_stops)
         return good
 
-    def _store(self, pages: Sequence[Page], uses: Sequence[Use], end: float) -> list[bool]:
+    def _store(
+        self, pages: Sequence[Page], uses: Sequence[Use], end: float, num_stops: int
+    ) -> list[bool]:
         kv = self._kv
         with self._changed:
-            if self._closed or time.monotonic() >= end:
+            if self._closed or time.monotonic() >= end or num_stops != self._num_stops:
                 return [False] * len(pages)
             moves = {move.file.chunk: move for move in self._moves(pages, uses)}
             stored: dict[ChunkId, bool | None] = dict.fromkeys(kv.lookup.begin_store(moves))
@@ -137,7 +147,7 @@ class BlockingStore:
                 mine = [moves[chunk] for chunk in stored]
                 with self._begun(_Job(stored), kv.mover.store, mine):
                     self._wait(
-                        lambda: kv.lookup.stopped or None not in stored.values(),
+                        lambda: num_stops != self._num_stops or None not in stored.values(),
                         end - time.monotonic(),
                     )
             there = kv.lookup.presence.known_present
@@ -146,9 +156,22 @@ class BlockingStore:
     def stop(self, reason: str) -> None:
         """End loads and stores for good."""
         with self._changed:
-            if not (self._closed or self._kv.lookup.stopped):
+            if not (self._closed or self._kv.watch.in_doubt):
                 logger.error("fskv: %s: nothing is loaded or stored any more", reason)
-                self._kv.stop()
+                self._halt(self._kv.stop)
+
+    def rest(self, reason: str) -> None:
+        """End loads and stores until `renew`, for a `reason` in words: the weights change."""
+        with self._changed:
+            if not (self._closed or self._kv.watch.in_doubt):
+                self._halt(lambda: self._kv.rest(reason))
+
+    def renew(self) -> None:
+        """End a rest: go on in a namespace that no other store finds, as soon as it is open."""
+        with self._changed:
+            if self._kv.watch.resting:
+                self._kv.watch.resting = "the namespace of new weights is being opened"
+                self._is_opening = True
                 self._changed.notify_all()
 
     def with_store(self, call: Callable[[KvStore], None]) -> None:
@@ -169,6 +192,12 @@ class BlockingStore:
             self._kv.close()
 
     # --- under the lock -----------------------------------------------------------------------
+
+    def _halt(self, stop: Callable[[], None]) -> None:
+        self._num_stops += 1
+        self._is_opening = False
+        stop()
+        self._changed.notify_all()
 
     def _allowed_s(self, num_pages: int) -> float:
         return self._deadline.for_nbytes(num_pages * self._chunk_nbytes)
@@ -219,10 +248,18 @@ class BlockingStore:
             while not self._closed:
                 try:
                     self._step()
+                    self._take_opened()
                 except Exception:  # a bug must cost what is under way, not all that follows
                     logger.exception("fskv: step")
                 self._changed.notify_all()
-                self._changed.wait(_STEP_S if self._num_waiting else _IDLE_STEP_S)
+                idle_s = _OPENING_STEP_S if self._is_opening else _IDLE_STEP_S
+                self._changed.wait(_STEP_S if self._num_waiting else idle_s)
+
+    def _take_opened(self) -> None:
+        opened = self._opener.take(self._num_stops) if self._is_opening else None
+        if opened is not None:
+            self._is_opening = False
+            self._kv.move(*opened)
 
     def _step(self) -> None:
         for result in self._kv.mover.poll():

@@ -17,18 +17,20 @@ from typing import Any
 
 from fskv.config import Deadline, StoreConfig
 from fskv.data_path.job import FileMove, JobResult
+from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.spans import plan_at
 from fskv.hybrid_planner import GroupLayout, plan_job
 from fskv.index.presence import RankFiles
-from fskv.namespace import Identity, layout_digest
+from fskv.namespace import Identity, Json, layout_digest
+from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News
 from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
-from fskv.root.root import Root
+from fskv.root.root import NamespaceDir, Root
 from fskv.types import ChunkId, FileId, Use
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,9 @@ class KvStore:
             raise ConfigError(
                 f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
             )
-        identity = replace(identity, tenant=config.tenant)
+        self._config = config
+        self._identity = identity = replace(identity, tenant=config.tenant)
+        self._log = StateLog(root=config.root)
         self._rank = rank
         self._anywhere = anywhere
         self.deadline = deadline or config.deadline
@@ -215,7 +219,38 @@ class KvStore:
 
     def stop(self) -> None:
         """End loads and stores for good: the KV may differ from the identity."""
-        self.watch.in_doubt = self.lookup.stopped = True
+        self.watch.in_doubt, self.watch.resting = True, ""
+        self._halt()
+
+    def rest(self, reason: str) -> None:
+        """End loads and stores until `move`, for a `reason` in words: the weights change."""
+        self.watch.resting = reason
+        self._halt()
+        self._log.say("weights_in_doubt", reason=reason)
+
+    def opened(self, epoch: Mapping[str, Json]) -> tuple[NamespaceDir, ChunkStore[Any]]:
+        """Open the namespace of new weights, for `move`. Any thread; raises FskvError. See Identity.epoch."""
+        identity = replace(self._identity, epoch=epoch)
+
+        def open_() -> NamespaceDir:
+            return Root.of(self._config, create=False).open_namespace(identity)
+
+        directory = open_()
+        return directory, self.mover.opened(directory, open_)
+
+    def move(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
+        """Use another namespace from now on, which ends a rest."""
+        self.mover.move_to(store)
+        self.take_news()
+        self.lookup.move([RankFiles(directory.path, self._rank, self.mover.file_nbytes)])
+        self.directory = directory
+        self.watch.epoch += 1
+        self.watch.resting, self.lookup.stopped = "", False
+        path = os.path.relpath(directory.path, self._config.root)
+        self._log.say("weights_changed", epoch=self.watch.epoch, namespace=path)
+
+    def _halt(self) -> None:
+        self.lookup.stopped = True
         self.mover.stop()
         self.take_news()
         self.lookup.forget()

@@ -250,9 +250,12 @@ class Mover:
         return ChunkStore(directory, self._layouts, self._transport, restore=restore)
 
     def move_to(self, store: ChunkStore[Any]) -> None:
-        """Give up all jobs, and use another namespace from now on. The lookup must forget."""
+        """Give up all jobs, and use another namespace from now on, also after `stop`. The lookup must
+        forget.
+        """
         self.drop()
         self._store = self._runner.store = store
+        self._stopped = False
 
     def use(self, number: int, depth: int) -> Use:
         """Return the stamp of a chunk at `depth` in its prefix; Uses.begin gives the `number` of a use."""
@@ -302,7 +305,7 @@ class Mover:
         self._news.not_stored.clear()
 
     def stop(self) -> None:
-        """End all moves for good: the KV may not be the namespace's. The lookup must forget."""
+        """End all moves until `move_to`: the KV may not be the namespace's. The lookup must forget."""
         self._stopped = True
         self.drop()
 

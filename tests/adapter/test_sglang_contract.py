@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import inspect
 import itertools
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 import read_only
 from hypothesis import given, settings
 from hypothesis.strategies import data, integers, sampled_from, sets
-from world import damage
+from world import damage, wait_for
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
 
@@ -41,6 +42,7 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -86,6 +88,7 @@ def facts(monkeypatch):
     plain = dict.fromkeys(("enable_lora", "speculative_algorithm", "revision"))
     plain |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend"))
     plain |= {"quantization_param_path": None, "hicache_storage_backend": "dynamic"}
+    plain |= {"disaggregation_mode": "null"}
     plain |= {"model_path": "m", "kv_cache_dtype": "auto", "attention_backend": "triton"}
     told = ServerFacts(
         version="0.5.23",
@@ -102,7 +105,7 @@ def facts(monkeypatch):
     monkeypatch.setattr(server, "gather_facts", lambda: told)
 
 
-def backend_at(root, pool, beside=(), *, is_mla=False, made=None, **options):
+def backend_at(root, pool, beside=(), *, is_mla=False, made=None, tp_size=1, **options):
     """A backend as SGLang makes it."""
     extra = {
         "backend_name": "fskv",
@@ -115,7 +118,7 @@ def backend_at(root, pool, beside=(), *, is_mla=False, made=None, **options):
         **options,
     }
     config = HiCacheStorageConfig(
-        *(0, 1, 0, 1, 0, 1), is_mla, False, False, "m", extra_config=extra
+        *(0, tp_size, 0, 1, 0, 1), is_mla, False, False, "m", extra_config=extra
     )
     backend = StorageBackendFactory.create_backend("dynamic", config, pool)
     if made is not None:
@@ -398,24 +401,78 @@ def test_a_wrong_option_ends_the_start_in_one_sentence(make):
     assert "\n" not in str(refusal.value)
 
 
-def test_weights_that_change_stop_it_and_a_later_start_is_refused(make, monkeypatch):
-    monkeypatch.setattr(server, "_updated", [])
-    backend = make()
-    assert all(backend.batch_set_v1(keys(1), indices(0)))
-    assert backend.batch_exists(keys(1)) == 1, "the control"
-    with pytest.raises(TypeError):  # it has no arguments here; told is before
-        WeightUpdater.update_weights_from_disk()
-    assert backend.batch_exists(keys(1)) == 0
-    assert backend.batch_set_v1(keys(1, seed=3), indices(0)) == [False]
+def reset(controller=True):
+    """Reset a tree of SGLang's that holds nothing."""
+    tree = SimpleNamespace(linker=None, _reset_full=lambda: None)
+    tree.cache_controller = controller or None
+    UnifiedRadixCache.reset(tree)
+
+
+@pytest.fixture
+def update(monkeypatch):
+    """An update of the weights that ends as it is told to."""
+    monkeypatch.setattr(server, "updates", server.Updates())
+    results = []
+    monkeypatch.setattr(WeightUpdater, "update_weights_from_disk", results.pop)
+
+    def update(result=(True, "")):
+        results.append(result)
+        assert WeightUpdater.update_weights_from_disk() == result
+
+    return update
+
+
+def test_after_an_update_and_a_reset_it_stores_and_finds_apart_from_all_others(make, update):
+    """The controls: before, without the reset, and after an update that failed."""
+    pool = host_pool()
+    backend, want = make(pool), keys(2)
+    store, old = backend._store, backend._store._kv.directory.path
+    assert all(backend.batch_set_v1(want, indices(0, 1)))
+    reset()
+    assert backend.batch_exists(want) == 2, "the control"
+    update()
+    for wait in (lambda: None, lambda: reset(controller=False), lambda: update((False, "")), reset):
+        assert backend.batch_exists(want) == 0
+        assert backend.batch_get_v1(want, indices(2, 3)) == [False] * 2
+        assert backend.batch_set_v1(keys(1, seed=3), indices(0)) == [False]
+        wait()
+        assert not store._is_opening
     with pytest.raises(ConfigError, match="weights of this engine were changed"):
         make()
+    update()
+    reset()
+    wait_for(lambda: not store._kv.watch.resting)
+    assert store._kv.directory.path != old
+    assert backend.batch_exists(want) == 0
+    assert backend.batch_set_v1(want, indices(4, 5)) == [True] * 2
+    assert backend.batch_exists(want) == 2
+    assert backend.batch_get_v1(want, indices(6, 7)) == [True] * 2
+    assert torch.equal(page(pool, 6), page(pool, 4))
+
+
+@pytest.mark.parametrize("why", ["media", "decode", "latents", "control"])
+def test_where_kv_of_old_weights_could_come_later_an_update_stops_it(
+    make, update, monkeypatch, why
+):
+    told, is_mla = server.gather_facts(), why == "latents"
+    told = dataclasses.replace(told, is_multimodal=why == "media")
+    if why == "decode":
+        told = dataclasses.replace(told, arguments={**told.arguments, "disaggregation_mode": why})
+    monkeypatch.setattr(server, "gather_facts", lambda: told)
+    pool = host_pool(kind=MLATokenToKVPoolHost if is_mla else MHATokenToKVPoolHost)
+    backend = make(pool, is_mla=is_mla, tp_size=2, trust=["media"])
+    update()
+    reset()
+    assert backend._store._kv.watch.in_doubt is (why != "control")
+    if why == "control":
+        wait_for(lambda: backend._store._kv.watch.epoch == 1)
 
 
 @pytest.mark.parametrize(
     ("tags", "stops"), [(["kv_cache"], False), (["weights"], True), (None, True)]
 )
 def test_weights_that_come_back_may_be_others(make, monkeypatch, tags, stops):
-    monkeypatch.setattr(server, "_updated", [])
+    monkeypatch.setattr(server, "updates", server.Updates())
     backend = make()
     assert all(backend.batch_set_v1(keys(1), indices(0)))
     with pytest.raises(AttributeError):  # it has no scheduler here; told is before
@@ -586,4 +643,5 @@ def test_each_way_to_change_weights_is_watched(make):
     ]
     assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
     assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
+    assert hasattr(UnifiedRadixCache.reset, "tells_fskv")
     assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")

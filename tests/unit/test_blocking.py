@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import threading
 import time
@@ -19,8 +20,9 @@ from fskv.config import StoreConfig
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports import host
 from fskv.data_path.transports.protocol import Native
+from fskv.errors import RootError
 from fskv.index.presence import Findings
-from fskv.offload import BlockingStore, KvStore, Page, lookup, mover
+from fskv.offload import BlockingStore, KvStore, Page, lookup, mover, opener
 from fskv.types import ChunkId, Status
 
 NUM_BLOCKS = 64
@@ -259,10 +261,138 @@ def test_a_store_that_was_stopped_finds_loads_and_stores_nothing(make):
     assert store.store(pages([7])) == [False]
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_load_that_ended_before_a_stop_and_is_told_after_it_is_not_good(
-    make, monkeypatch, stopped
+def renewed(store):
+    store.renew()
+    wait_for(lambda: not store.kv.watch.resting)
+
+
+def test_a_store_that_rests_goes_on_in_a_namespace_of_its_own(make):
+    """The controls: before the rest it finds and loads; another store goes on with the first namespace."""
+    store, other = make(), make()
+    store.fill(pages(range(2)))
+    assert all(store.store(pages(range(2))))
+    assert store.load(pages(range(2))) == [True] * 2
+    first = store.kv.directory.path
+    before = bytes(store.memory)
+    store.rest("weights are updated")
+    assert store.count_present(chunks(range(2))) == 0
+    assert store.load(pages(range(2), 9)) == [False] * 2
+    assert store.store([*pages(range(2)), *pages([7], 2)]) == [False] * 3
+    assert store.memory == before, "no page was touched"
+    renewed(store)
+    assert store.kv.directory.path != first
+    assert store.count_present(chunks(range(2))) == 0
+    assert store.store(pages(range(1))) == [True]
+    assert store.load(pages(range(2), 9)) == [True, False]
+    assert store.holds(pages(range(1), 9)) == [True]
+    with open(f"{store.kv.directory.path}/namespace.json") as manifest:
+        assert [*json.load(manifest)["epoch"]] == ["private"]
+    assert other.count_present(chunks(range(3))) == 2
+    assert other.kv.directory.path == make().kv.directory.path == first
+    store.rest("again")
+    last = store.kv.directory.path
+    renewed(store)
+    assert store.kv.directory.path not in (first, last)
+    assert store.kv.watch.epoch == 2
+
+
+def test_a_store_that_does_not_rest_or_was_stopped_for_good_is_not_renewed(make):
+    store = make()
+    first = store.kv.directory.path
+    store.renew()
+    store.rest("weights are updated")
+    store.stop("another host pool")
+    store.rest("again")
+    store.renew()
+    assert not store._is_opening
+    assert store.store(pages([7])) == [False]
+    assert store.kv.directory.path == first
+
+
+def test_while_a_mount_hangs_a_store_rests_and_one_thread_waits(make, monkeypatch):
+    """What it opens at last is not used if there was an update meanwhile. A failure is tried again."""
+    store = make()
+    first, real = store.kv.directory.path, store.kv.opened
+    answers, asked = threading.Semaphore(0), []
+
+    def slow(epoch):
+        asked.append(epoch)
+        answers.acquire()
+        if len(asked) == 2:
+            raise RootError("it does not answer")
+        return real(epoch)
+
+    monkeypatch.setattr(store.kv, "opened", slow)
+    monkeypatch.setattr(opener, "_AGAIN_S", 0.05)
+    for _ in range(3):
+        store.rest("weights are updated")
+        returns_in_time(store.renew, 5)
+        wait_for(lambda: asked)
+        assert returns_in_time(lambda: store.store(pages([1])), 5) == [False]
+    time.sleep(0.2)
+    assert len(asked) == 1
+    for number in (2, 3):
+        answers.release()
+        wait_for(lambda number=number: len(asked) == number)
+        assert store.kv.directory.path == first
+    answers.release()
+    wait_for(lambda: not store.kv.watch.resting)
+    assert store.kv.watch.epoch == 1
+    assert len({epoch["private"] for epoch in asked}) == 3
+    store.fill(pages([1]))
+    assert store.store(pages([1])) == [True]
+
+
+def move(store):
+    """What happens between two steps, without a thread."""
+    store.rest("weights are updated")
+    store.kv.move(*store.kv.opened({"private": "0" * 32}))
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_of_a_store_that_an_update_comes_into_nothing_is_stored_after_it(
+    make, monkeypatch, guarded
 ):
+    """It hands over some pages after the others. Unguarded, the negative control, old KV gets a new name."""
+    store = make()
+    store._at_once = 2
+    store.fill(pages(range(6)))
+    real = store._store
+
+    def updated(some, uses, end, num_stops):
+        found = real(some, uses, end, num_stops if guarded else store._num_stops)
+        if some[0].block == 0:
+            move(store)
+        return found
+
+    monkeypatch.setattr(store, "_store", updated)
+    assert store.store(pages(range(6))) == [True] * 2 + [not guarded] * 4
+    assert store.present(chunks(range(6))) == [False] * 2 + [not guarded] * 4
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_a_store_that_waits_while_an_update_comes_and_ends_returns(make, monkeypatch, updated):
+    """Its outcome never comes. Without the update, the control, it does."""
+    faulty = with_script(monkeypatch, write="HH")
+    store = make(load_deadline_s=60)
+    store.fill(pages(range(2)))
+    with ThreadPoolExecutor(1) as threads:
+        stored = threads.submit(store.store, pages(range(2)))
+        faulty[0].wait_until_hanging(2)
+        if updated:
+            with store._changed:
+                move(store)
+        else:
+            faulty[0].release()
+        assert returns_in_time(stored.result, 30) == [not updated] * 2
+        faulty[0].release()
+    wait_for(lambda: store.kv.mover.idle)
+    if updated:
+        assert store.count_present(chunks(range(2))) == 0, "what ends late is of the last namespace"
+
+
+@pytest.mark.parametrize("how", ["stopped", "updated", "negative_control"])
+def test_a_load_that_ended_before_a_stop_and_is_told_after_it_is_not_good(make, monkeypatch, how):
     """The thread that waits for it may be late. Without the stop, the negative control, it is good."""
     store = make()
     store.fill(pages(range(2)))
@@ -271,11 +401,13 @@ def test_a_load_that_ended_before_a_stop_and_is_told_after_it_is_not_good(
 
     def late(done, allowed_s):
         wait(done, allowed_s)
-        if stopped:  # another thread comes first
+        if how == "stopped":  # another thread comes first
             store.stop("weights are changed")
+        elif how == "updated":
+            move(store)
 
     monkeypatch.setattr(store, "_wait", late)
-    assert store.load(pages(range(2))) == [not stopped] * 2
+    assert store.load(pages(range(2))) == [how == "negative_control"] * 2
 
 
 def test_a_store_that_was_closed_answers_at_once(make):

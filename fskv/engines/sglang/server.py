@@ -1,6 +1,7 @@
-"""Facts of a running SGLang, and changes of its weights.
+"""Facts of a running SGLang, and updates of its weights.
 
-Only this module and `storage` import SGLang.
+A store rests from the beginning of an update until SGLang's own caches were reset after it: before that they
+may hold KV of other weights. Only this module and `storage` import SGLang.
 """
 
 from __future__ import annotations
@@ -12,37 +13,69 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Iterator
-from typing import Any
-from weakref import WeakSet
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import checkpoint_place, process_started_at
 from fskv.offload import BlockingStore
 
-_STOP = "_stop_storage_threads"
-# Module, class, and how the methods begin that change weights or announce it, or wait for storage threads.
-_WATCHED = (
-    (
-        "model_executor.model_runner_components.weight_updater",
-        "WeightUpdater",
-        ("update_weights", "load_weights", "receive_weights", "begin_weight", "end_weight"),
-    ),
-    (
-        "managers.scheduler_components.weight_updater",
-        "SchedulerWeightUpdaterManager",
-        ("resume_memory_occupation",),
-    ),
-    ("utils.weight_checker", "WeightChecker", ("_reset_tensors",)),
-    ("managers.cache_controller", "HiCacheController", (_STOP,)),
-    ("mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController", (_STOP,)),
-)
-_updated: list[str] = []  # how weights were changed since this was imported
-# Stopped when weights change.
-stores: WeakSet[BlockingStore] = WeakSet()
+_Code: TypeAlias = "Callable[..., Any]"
+
+_BEGIN, _END = "begin_weight", "end_weight"
+# Those that change weights with each update, and whether they may go on after one.
+stores: WeakKeyDictionary[BlockingStore, bool] = WeakKeyDictionary()
 # Set while SGLang waits for its storage threads, 10 s for each; the scheduler ends if one is not done then.
 stopping = threading.Event()
+
+
+class Updates:
+    """The updates of this process's weights. SGLang makes them, and resets its caches, on one thread."""
+
+    def __init__(self) -> None:
+        self.method = ""  # that began the last one
+        self._num_running = 0
+        self._is_open = False  # a session, from its begin to its end
+        self._failed = False
+
+    def begin(self, method: str) -> None:
+        self.method = method
+        self._num_running += 1
+        self._rest(f"an update of the weights is under way, or failed ({method})")
+
+    def end(self, method: str, *, succeeded: bool) -> None:
+        self._num_running -= 1
+        if not succeeded:
+            self._failed = True
+        elif method.startswith(_END):
+            self._is_open = False
+        elif not self._is_open:  # a part of a session does not make up for another one
+            self._failed = False
+            self._is_open = method.startswith(_BEGIN)
+        if self._is_whole:
+            self._rest("the weights were updated, and SGLang's caches were not flushed since")
+
+    def on_reset(self) -> None:
+        """SGLang holds no KV of before."""
+        if self._is_whole:
+            for store in list(stores):
+                store.renew()
+
+    @property
+    def _is_whole(self) -> bool:
+        return not (self._num_running or self._is_open or self._failed)
+
+    def _rest(self, reason: str) -> None:
+        for store, goes_on in list(stores.items()):
+            if goes_on:
+                store.rest(reason)
+            else:
+                store.stop(f"weights of the running engine are changed ({self.method})")
+
+
+updates = Updates()
 
 
 @contextlib.contextmanager
@@ -102,40 +135,87 @@ def _arch(device: str) -> str:
 
 @_as_expected()
 def watch() -> None:
-    """Have `stores` stopped before weights of this process change, and `stopping` set while SGLang waits.
+    """Have `stores` follow the updates of this process's weights, and `stopping` set while SGLang waits.
 
     Raises ConfigError if weights were changed before. SGLang tells a storage backend nothing of either.
     """
-    for module, owner, prefixes in _WATCHED:
+    for module, owner, prefixes, code in _WATCHED:
         kind = getattr(importlib.import_module(f"sglang.srt.{module}"), owner)
         names = [name for name in vars(kind) if name.startswith(prefixes)]
         if not names:
             raise AttributeError(f"{owner} has no {prefixes}")
         for name in names:
             if not hasattr(getattr(kind, name), "tells_fskv"):
-                setattr(kind, name, _telling(getattr(kind, name), name))
-    if _updated:
+                setattr(kind, name, _telling(getattr(kind, name), code))
+    if updates.method:
         raise ConfigError(
-            f"weights of this engine were changed ({_updated[0]}); expected a new start"
+            f"weights of this engine were changed ({updates.method}); expected a new start"
         )
 
 
-def _telling(method: Any, name: str) -> Any:
+def _telling(method: _Code, code: _Code) -> _Code:
     @functools.wraps(method)
     def tell(*args: Any, **kwargs: Any) -> Any:
-        # Of what comes back after it was released: without this tag the weights had stayed.
-        tags = getattr(args[1], "tags", None) if name.startswith("resume") and args[1:] else None
-        if name == _STOP:
-            stopping.set()
-        elif not tags or "weights" in tags:
-            _updated.append(name)
-            for store in list(stores):
-                store.stop(f"weights of the running engine are changed ({name})")
-        try:
-            return method(*args, **kwargs)
-        finally:
-            if name == _STOP:
-                stopping.clear()
+        return code(method, *args, **kwargs)
 
     tell.tells_fskv = True  # type: ignore[attr-defined]
     return tell
+
+
+def _update(method: _Code, *args: Any, **kwargs: Any) -> Any:
+    updates.begin(method.__name__)
+    succeeded = False
+    try:
+        found = method(*args, **kwargs)
+        succeeded = not (isinstance(found, tuple) and found[:1] == (False,))
+    finally:
+        updates.end(method.__name__, succeeded=succeeded)
+    return found
+
+
+def _resume(method: _Code, *args: Any, **kwargs: Any) -> Any:
+    # Of what comes back after it was released: without this tag the weights had stayed.
+    tags = getattr(args[1], "tags", None) if args[1:] else None
+    if tags and "weights" not in tags:
+        return method(*args, **kwargs)
+    return _update(method, *args, **kwargs)
+
+
+def _reset(method: _Code, tree: Any) -> None:
+    method(tree)
+    if getattr(tree, "cache_controller", None) is not None:  # then host memory was cleared, too
+        updates.on_reset()
+
+
+def _stop(method: _Code, *args: Any, **kwargs: Any) -> Any:
+    stopping.set()
+    try:
+        return method(*args, **kwargs)
+    finally:
+        stopping.clear()
+
+
+# Module, class, how methods begin, and the code around them.
+_WATCHED: tuple[tuple[str, str, tuple[str, ...], _Code], ...] = (
+    (
+        "model_executor.model_runner_components.weight_updater",
+        "WeightUpdater",
+        ("update_weights", "load_weights", "receive_weights", _BEGIN, _END),
+        _update,
+    ),
+    (
+        "managers.scheduler_components.weight_updater",
+        "SchedulerWeightUpdaterManager",
+        ("resume_memory_occupation",),
+        _resume,
+    ),
+    ("utils.weight_checker", "WeightChecker", ("_reset_tensors",), _update),
+    ("mem_cache.unified_radix_cache", "UnifiedRadixCache", ("reset",), _reset),
+    ("managers.cache_controller", "HiCacheController", ("_stop_storage_threads",), _stop),
+    (
+        "mem_cache.hybrid_cache.hybrid_cache_controller",
+        "HybridCacheController",
+        ("_stop_storage_threads",),
+        _stop,
+    ),
+)

@@ -84,7 +84,14 @@ class FskvStorage(hicache.HiCacheStorage):
             name: (number, pages.page_size) for number, (name, pages) in enumerate(pools.items())
         }
         self._store = BlockingStore(kv, max(sum(pages.page_nbytes) for pages in pools.values()))
-        server.stores.add(self._store)
+        # Of old weights: what an encoder has kept, and what another server has sent. And ranks that use the
+        # same files would need one name for them.
+        goes_on = not (
+            facts.is_multimodal
+            or facts.argument("disaggregation_mode") == "decode"
+            or (ranks.is_mla_model and ranks.tp_size > 1)
+        )
+        server.stores[self._store] = goes_on
 
     def close(self) -> None:
         if self._store is not None:

@@ -4,30 +4,20 @@ Each update of a running engine's weights begins an epoch, a namespace of its ow
 it. Nothing is looked up or stored until all ranks serve it, and until vLLM's prefix cache was reset after the
 update: before that its blocks may hold KV of other weights.
 
-`Epochs` is pure: the connector carries what is told between the ranks and this side. `Opener` opens the
-namespace of an epoch beside the engine's thread.
+`Epochs` is pure: the connector carries what is told between the ranks and this side.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from fskv.engines.vllm.weights import CHECKPOINT, MODEL, UPDATE, Counts, Part, Served
 
 if TYPE_CHECKING:
     from fskv.namespace import Json
-
-logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_AGAIN_S = 5.0  # after a namespace that could not be opened
 
 
 @dataclass(frozen=True)
@@ -213,39 +203,3 @@ class Epochs:
         if kind == UPDATE and is_named and self._version not in (None, "default"):
             return changes, {"run": self._run, "version": self._version}
         return changes, None
-
-
-class Opener(Generic[_T]):
-    """Opens the namespaces of epochs on a thread, one at a time: a mount that hangs keeps one thread."""
-
-    def __init__(self, open_: Callable[[Epoch], _T]) -> None:
-        self._open = open_
-        self._thread: threading.Thread | None = None
-        self._begun = 0  # the epoch that the thread opens
-        self._opened: tuple[Epoch, _T] | None = None
-        self._again_at = 0.0
-        self._complained = 0  # of this epoch
-
-    def take(self, epoch: Epoch) -> _T | None:
-        """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        opened, self._opened = self._opened, None
-        if opened is not None and opened[0].number == epoch.number:
-            return opened[1]
-        if epoch.number != self._begun or time.monotonic() >= self._again_at:
-            self._begun, self._again_at = epoch.number, time.monotonic() + _AGAIN_S
-            self._thread = threading.Thread(
-                target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
-            )
-            with suppress(RuntimeError):  # no thread can be had
-                self._thread.start()
-        return None
-
-    def _run(self, epoch: Epoch) -> None:
-        try:
-            self._opened = epoch, self._open(epoch)
-        except Exception as error:
-            if self._complained != epoch.number:  # it is tried again
-                self._complained = epoch.number
-                logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)

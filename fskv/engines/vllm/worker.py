@@ -25,7 +25,7 @@ from fskv.data_path.job import FileMove
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
-from fskv.engines.vllm.epochs import Epoch, Opener, Step
+from fskv.engines.vllm.epochs import Epoch, Step
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
@@ -35,6 +35,7 @@ from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
 from fskv.offload.mover import Mover, News
+from fskv.offload.opener import Opener
 from fskv.root.root import NamespaceDir
 from fskv.types import FileId, Status, Use
 

@@ -1,0 +1,52 @@
+"""Opens the namespaces of new weights beside an engine's thread, since a mount may hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_E = TypeVar("_E")
+_T = TypeVar("_T")
+_AGAIN_S = 5.0  # after a namespace that could not be opened
+
+
+class Opener(Generic[_E, _T]):
+    """Opens the namespaces of epochs on a thread, one at a time: a mount that hangs keeps one thread."""
+
+    def __init__(self, open_: Callable[[_E], _T]) -> None:
+        self._open = open_
+        self._thread: threading.Thread | None = None
+        self._begun: _E | None = None  # the epoch that the thread opens
+        self._opened: tuple[_E, _T] | None = None
+        self._again_at = 0.0
+        self._complained: _E | None = None  # of this epoch
+
+    def take(self, epoch: _E) -> _T | None:
+        """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == epoch:
+            return opened[1]
+        if epoch != self._begun or time.monotonic() >= self._again_at:
+            self._begun, self._again_at = epoch, time.monotonic() + _AGAIN_S
+            self._thread = threading.Thread(
+                target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
+            )
+            with suppress(RuntimeError):  # no thread can be had
+                self._thread.start()
+        return None
+
+    def _run(self, epoch: _E) -> None:
+        try:
+            self._opened = epoch, self._open(epoch)
+        except Exception as error:
+            if self._complained != epoch:  # it is tried again
+                self._complained = epoch
+                logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)
