@@ -16,7 +16,7 @@ Further steps:
     {"finish": true}                                         their answers by label, when none runs any more
     {"damage": root, "part": 0.2, "seed": 1}                 a bit is flipped in this part of the chunk files
     {"read": path, "until": text}                            the file, as soon as it has this text
-    {"facts": root}                                          what may leak
+    {"facts": true}                                          what may leak
 
 `changes` of the request are names and values of the functions in `CHANGES`. Most take a protection out, for a
 negative control.
@@ -133,7 +133,6 @@ class Child(engine.Child):
             "files": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
             "rss_kib": int(status.partition("VmRSS:")[2].split()[0]),
-            "directories": sum(len(names) for _, names, _ in os.walk(step["facts"])),
         }
 
     def _answer(self, prompts: list[dict[str, Any]], max_tokens: int, **more: Any) -> list[Any]:
