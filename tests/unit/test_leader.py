@@ -608,8 +608,8 @@ def test_where_no_lease_can_be_written_what_nobody_can_use_again_goes_first(
     assert (left(theirs), left(f"{root}/{NAME}")) == ((10, 2) if named else (2, 10))
 
 
-@pytest.mark.parametrize("kind", ["dead", "named", "59 minutes", "shared", "not all is ours"])
-def test_what_nobody_can_use_again_is_gone_after_an_hour(root, monkeypatch, caplog, kind):
+@pytest.mark.parametrize("kind", ["dead", "named", "9 minutes", "shared", "not all is ours"])
+def test_what_nobody_can_use_again_is_gone_after_ten_minutes(root, monkeypatch, caplog, kind):
     """Files and directories, here of a training of 200 updates. The controls are all kinds but the first."""
     epochs = [private(n) if kind != "shared" else {"model": f"step {n}"} for n in range(200)]
     paths = [make_namespace(root, epoch=epoch) for epoch in epochs]
@@ -626,7 +626,7 @@ def test_what_nobody_can_use_again_is_gone_after_an_hour(root, monkeypatch, capl
     assert len(one._count.catalogues) == 201
     for catalogue in one._count.catalogues.values():
         catalogue.save()
-    for _ in range(3540 // 15 if kind == "59 minutes" else 3630 // 15):
+    for _ in range(540 // 15 if kind == "9 minutes" else 630 // 15):
         time_passes.look()
     time_passes.work()
     time_passes.look()

@@ -282,8 +282,7 @@ class FskvManager(OffloadingManager):
     def rest(self, reason: str) -> None:
         """Neither load nor store as long as there is a reason to do with the weights; "" ends it."""
         if reason != self._watch.resting:
-            if not self._watch.resting:
-                self._waits_until = None
+            self._waits_until = None
             self._watch.resting = reason
             self.chunks.stopped = bool(reason) or self._watch.off is not None
             if reason:
