@@ -10,30 +10,18 @@ def row_digests(payload: Any) -> bytes: ...
 # `slot` is a buffer of the host, or (address, bytes) on the pages' device.
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
-# Look at a batch: 32 digits and a group of each chunk. `files` are a group's, one of each rank: (position in
-# `directories`, suffix, size). Returns a byte for each chunk, 1 if it is there; how many cannot be looked at,
-# and the first errno; the seconds it took.
+# Look at a batch: 32 digits of each chunk, and its group's position in `files`, which has (suffix, size) of
+# each rank's file, group after group. Returns a byte for each chunk, 1 if it is there; how many cannot be
+# looked at, and the first errno; the seconds it took.
 def probe_chunks(
+    directory: bytes,
     names: bytes,
-    groups: tuple[int, ...],
+    groups: bytes,
     missed_before: bytes,
-    directories: tuple[bytes, ...],
-    files: dict[int, tuple[tuple[int, bytes, int], ...]],
+    files: tuple[tuple[bytes, int], ...],
+    num_ranks: int,
     /,
 ) -> tuple[bytes, int, int, float]: ...
-
-# List `chunks/<3 hex>`: 40 bytes for each chunk file, and the names of all other entries.
-# Little endian: digest (16 bytes), u32 group, u32 rank + 1 (0: none), i64 mtime in ns, u64 bytes on disk.
-# Before each other name stands its kind: f(ile), d(irectory), l(ink), ? (anything else, or lstat failed).
-# With y again those records whose mtime is after `young_ns` and whose blocks are not all counted: of these
-# the length stands for the bytes on disk. An mtime after `newest_ns` is 0. Without the two: no file is young.
-# Raises OSError only if the directory cannot be opened or read, or is a symbolic link.
-def list_shard(
-    path: bytes, young_ns: int = ..., newest_ns: int = ..., /
-) -> tuple[bytes, list[bytes]]: ...
-
-# Open a directory through no link behind the first `root_nbytes` of its path; OSError, ELOOP for a link.
-def open_beneath(path: bytes, root_nbytes: int, flags: int, /) -> int: ...
 
 # Give a file the time of a use: csrc/chunk_io.h. `use` has 8 bytes, 0 at first, and is not resized.
 def stamp_use(directory_fd: int, name: str, use: bytearray, depth: int, fresh: bool, /) -> None: ...

@@ -520,20 +520,19 @@ def path_of_file(file: str) -> str:
 
 
 _INDEX = r"(0|[1-9][0-9]{0,5})"
-_CHUNK_PATH = re.compile(
-    rf"{CHUNK_DIR}/([0-9a-f]{{3}})/(\1[0-9a-f]{{29}})\.g{_INDEX}(?:\.r{_INDEX})?\.kv"
-)
+_CHUNK_FILE = re.compile(rf"([0-9a-f]{{32}})\.g{_INDEX}(?:\.r{_INDEX})?\.kv")
 
 
 def parse_chunk_path(path: str) -> ChunkName | None:
     """Parse the output of `chunk_path`; None for anything else, which is then a foreign file."""
-    match = _CHUNK_PATH.fullmatch(path)
-    if match is None:
-        return None
-    _, name, group_idx, rank = match.groups()
-    return ChunkName(name, int(group_idx), None if rank is None else int(rank))
+    file = path.rpartition("/")[2]
+    return parse_chunk_file(file) if path == path_of_file(file) else None
 
 
 def parse_chunk_file(file: str) -> ChunkName | None:
     """Parse the output of `chunk_file`; None for anything else."""
-    return parse_chunk_path(path_of_file(file))
+    match = _CHUNK_FILE.fullmatch(file)
+    if match is None:
+        return None
+    name, group_idx, rank = match.groups()
+    return ChunkName(name, int(group_idx), None if rank is None else int(rank))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fskv import namespace
 from fskv.namespace import Absent, FieldDifference, Identity, Json
 
 _MAX_VALUE_CHARS = 30  # of a headline; the whole values stand below it
+_MAX_EPOCH_CHARS = 100
 
 
 # Why a field matters, and how to share nevertheless. Causes of other differences come before what follows.
@@ -41,6 +42,11 @@ MEANINGS: dict[str, str] = {
         "KV of other weights is other KV, even if the name of the model is the same. Use the same revision, "
         "and get it in the same way (a hub name has a commit, a local copy a digest of its files); or vouch "
         "for it with the option `weights_id` on both."
+    ),
+    "epoch": (
+        "The weights of one were updated while its engine ran, and KV of other weights is other KV. Engines "
+        "that started with these weights do not use it. Engines share an epoch where its update names the "
+        "same source (run and version, or checkpoint); a private epoch is of the engine that made it alone."
     ),
     "model_config": (
         "The configuration shapes KV (RoPE, quantisation, overrides, image processing). Use the same "
@@ -136,6 +142,17 @@ class Reason:
     differences: tuple[FieldDifference, ...]
 
 
+def epoch_words(identity: Identity) -> str:
+    """Name an epoch: `private`, or the source of each part, as `model run r7 version 42`; "" for none."""
+    if identity.is_private:
+        return "private"
+    words = []
+    for part, source in (identity.epoch or {}).items():
+        facts = source.items() if isinstance(source, dict) else [("", source)]
+        words += [part, *(f"{name} {_value(value)}".strip() for name, value in facts)]
+    return _clipped(" ".join(words), _MAX_EPOCH_CHARS)
+
+
 def reasons(a: Identity, b: Identity) -> list[Reason]:
     """List why two identities do not share, causes first; empty if they are one namespace."""
     found: dict[str, list[FieldDifference]] = {}
@@ -143,7 +160,9 @@ def reasons(a: Identity, b: Identity) -> list[Reason]:
         found.setdefault(_place(difference.path), []).append(difference)
     order = {field: at for at, field in enumerate(MEANINGS)}
     places = sorted(found, key=lambda place: (order[place.partition(".")[0]], place))
-    return [_reason(place, found[place]) for place in places]
+    whys = [_reason(place, found[place]) for place in places]
+    epochs = f"epoch {epoch_words(a) or 'none'} / {epoch_words(b) or 'none'}"
+    return [replace(why, brief=epochs) if why.field == "epoch" else why for why in whys]
 
 
 def _parted(differences: Iterable[FieldDifference]) -> Iterator[FieldDifference]:
@@ -189,4 +208,8 @@ def _value(value: Json | Absent) -> str:
     if isinstance(value, Absent):
         return "none"
     text = value if isinstance(value, str) else namespace.canonical_json(value).decode("ascii")
-    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+    return _clipped(text, _MAX_VALUE_CHARS)
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

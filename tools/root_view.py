@@ -12,21 +12,23 @@ by NAME, by the engine's key in hex, or by a path; a prefix is enough where it i
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from fskv import namespace
 from fskv.errors import FskvError
-from fskv.namespace import Identity
+from fskv.namespace import Identity, Json
 from fskv.root.root import Root, read_namespace
 
 from .exits import UNSEEN, NotARoot, UsageError
+from .identity_words import epoch_words
 from .terminal import say, show
 
 if TYPE_CHECKING:
@@ -94,6 +96,19 @@ class Namespace:
     @property
     def tenant(self) -> str | None:
         return self.identity.tenant if self.identity else None
+
+    @property
+    def epoch(self) -> Mapping[str, Json] | None:
+        return self.identity.epoch if self.identity else None
+
+    @cached_property
+    def line(self) -> tuple[str, ...]:
+        """Its place in a listing: epochs follow their base, and the private ones of a base share a line."""
+        if self.identity is None or self.epoch is None:
+            return (self.id,)
+        base = namespace.directory(replace(self.identity, epoch=None))
+        own = () if self.identity.is_private else (self.id,)
+        return (base, epoch_words(self.identity), *own)
 
     def walk(self) -> Iterator[Shard | Unlistable]:
         """Walk the directories of chunks in order; an unlistable one is one of the results."""
@@ -205,6 +220,60 @@ def chunk_files(where: Namespace, records: Records) -> Iterator[ChunkFile]:
         yield ChunkFile(where, file_name(record), mtime_ns, nbytes)
 
 
+@dataclass(slots=True)
+class Sums:
+    """The counts of a namespace, or of those that people see on one line."""
+
+    namespace: Namespace
+    files: int = 0
+    nbytes: int = 0
+    last_used_ns: int | None = None
+    unlistable: int = 0
+    chunks: int = 0
+    name: str = ""  # for people
+    number: int = 1  # of namespaces
+
+    @property
+    def id(self) -> str:
+        return self.namespace.id
+
+    @property
+    def path(self) -> str:
+        return self.namespace.path
+
+    @property
+    def mtime_ns(self) -> int:
+        return self.last_used_ns or 0
+
+
+def lines(spaces: Iterable[Namespace]) -> dict[str, list[Namespace]]:
+    """Return the lines of a listing for people, by their names; an epoch is named in words."""
+    found = {}
+    ordered = sorted(spaces, key=lambda one: one.line)
+    for line, group in itertools.groupby(ordered, lambda one: one.line):
+        members = list(group)
+        name = members[0].id if len(line) == 1 else f"{members[0].id} ({line[1]})"
+        if len(members) > 1:
+            name = f"{line[0]} ({len(members)} private epochs)"
+        found[name] = members
+    return found
+
+
+def by_line(rows: Iterable[Sums]) -> list[Sums]:
+    """Return the rows of a listing for people: those of private epochs are added up."""
+    found, counted = [], {row.namespace: row for row in rows}
+    for name, spaces in lines(counted).items():
+        first, *others = (counted[one] for one in spaces)
+        first = replace(first, name=name, number=len(spaces))
+        for other in others:
+            first.files += other.files
+            first.nbytes += other.nbytes
+            first.chunks += other.chunks
+            first.last_used_ns = max(first.mtime_ns, other.mtime_ns) or None
+        found.append(first)
+    return found
+
+
 def num_chunks(records: Records) -> int:
     """Count chunks: the files of all ranks are one."""
     if not len(records) or not records["rank1"].any():
@@ -306,8 +375,13 @@ class RootView:
         return found
 
     def namespace(self, text: str) -> Namespace:
-        """Return the one namespace that `text` means; raises UsageError where it is none or several."""
+        """Return the one namespace that `text` means; raises UsageError where it is none or several.
+
+        A model's name means the namespace that an engine has at its start, and none of its epochs.
+        """
         found = self.matching(text)
+        if len(found) > 1:
+            found = [one for one in found if one.epoch is None] or found
         if len(found) > 1:
             raise _ambiguous(text, [one.id for one in found])
         return found[0]

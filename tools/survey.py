@@ -26,7 +26,7 @@ from fskv.root.filesystem import Space
 from fskv.root.process_id import is_orphan, provably_dead
 
 from .neighbours import is_recent, living, unread_words, usage_now
-from .root_view import Namespace, RootView, Unlistable
+from .root_view import RootView, Sums, Unlistable, lines
 from .terminal import many
 
 ALIVE, SILENT, GONE = "alive", "silent", "gone"
@@ -69,9 +69,8 @@ class Survey:
     unlistable: int
     keeper: tuple[str, str] | None  # who holds the lease, and its status
     bounds: list[Scope]
-    namespaces: dict[
-        str, tuple[int, int] | None
-    ]  # bytes and files, the largest first; None: not counted
+    # By the lines that people see: bytes and files (None: not counted), the largest first.
+    namespaces: dict[str, tuple[int, int] | None]
     engines: list[Engine]
 
 
@@ -111,7 +110,12 @@ class Observer:
             {size: usage.nbytes, f"pruned by {keeper}": usage.pruned_nbytes}
             | {one.name: one.written for one in beats}
         )
-        sizes = {**dict.fromkeys(one.id for one in spaces), **usage.namespaces}
+        named = {one.id: name for name, members in lines(spaces).items() for one in members}
+        sizes: dict[str, tuple[int, int] | None] = dict.fromkeys(named.values())
+        for at, (nbytes, number) in usage.namespaces.items():
+            before = sizes.get(named.get(at, at)) or (0, 0)
+            sizes[named.get(at, at)] = before[0] + nbytes, before[1] + number
+        tenants = {named.get(at, at): tenant for at, tenant in usage.tenants.items()}
         engines = [
             Engine(
                 *_process(one.name), one.namespace, one.written, rate(one.name), one.full, status
@@ -124,7 +128,7 @@ class Observer:
             root=path,
             problem=problem,
             space=space,
-            usage=usage,
+            usage=replace(usage, tenants=tenants),
             counted_ns=counted_ns,
             growth=rate(size),
             pruned=rate(f"pruned by {keeper}"),
@@ -175,22 +179,11 @@ def _process(name: str) -> tuple[str, int | None]:
 
 
 @dataclass(slots=True)
-class Found:
-    """The findings of a walk in one namespace."""
-
-    namespace: Namespace
-    files: int = 0
-    nbytes: int = 0
-    last_used_ns: int | None = None
-    unlistable: int = 0
-
-
-@dataclass(slots=True)
 class Walk:
     """The findings of one walk over all chunk files."""
 
     at_ns: int = field(default_factory=time.time_ns)
-    namespaces: list[Found] = field(default_factory=list)
+    namespaces: list[Sums] = field(default_factory=list)
     by_age: Any = field(default_factory=lambda: np.zeros(len(EDGES)))  # bytes
     orphans: int = 0  # unfinished files of an hour and more
     foreign: int = 0  # entries among chunk files that are not fskv's
@@ -206,7 +199,7 @@ class Walk:
         """Return the bytes that were not used for so long; `age_s` is among EDGES."""
         return int(self.by_age[np.searchsorted(EDGES, age_s) :].sum())
 
-    def take(self, row: Found, shard: Shard) -> None:
+    def take(self, row: Sums, shard: Shard) -> None:
         """Add a directory of chunks."""
         self.foreign += shard.num_foreign
         names = ((part.path.rpartition("/")[2], part.mtime_ns) for part in shard.parts)
@@ -227,7 +220,7 @@ def walk(view: RootView, told: Callable[[int, int], object] = lambda _done, _all
     spaces, closed = view.listed()
     found.unlistable = len(closed)
     for number, one in enumerate(spaces):
-        row = Found(one)
+        row = Sums(one)
         found.namespaces.append(row)
         for shard in one.walk():
             told(number, len(spaces))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MAX_AGE_S = 100 * 366 * 86400
-_NAMESPACE = re.compile(r"^(.+)(@[0-9a-f]{16})$")
+_NAMESPACE = re.compile(r"^(.+)(@[0-9a-f]{16})(?=$| \()")
 _FEW = 70  # columns that a listing with tenants needs
 _BESIDE = 60  # columns of a terminal, for what stands beside a name
 

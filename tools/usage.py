@@ -20,8 +20,7 @@ from .neighbours import bounds_of
 from .pruning import forecast
 from .root_view import Namespace
 
-# (namespace, tenant, kind of KV group); None: of all.
-Key = tuple[str | None, str | None, str | None]
+Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind of KV group
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ class RootUsage:
                 catalogue.take(shard)
                 for (group, _), count in tally(shard.records, self._edges_ns).items():
                     for sums in (usage.counts.setdefault(group, Count()), self.total):
-                        sums.add(count.num_files, count.nbytes, count.unused)
+                        sums.add(count)
                 self._add_parts(usage.parts, shard.parts)
                 usage.num_foreign += shard.num_foreign
                 seen(number, shard.idx)
@@ -112,9 +111,8 @@ class RootUsage:
         found: dict[Key, Count] = {}
         for usage in self.namespaces:
             for group, count in usage.counts.items():
-                sums = found.setdefault(key(usage, group), Count())
-                sums.add(count.num_files, count.nbytes, count.unused)
-        return dict(sorted(found.items(), key=lambda item: [text or "" for text in item[0]]))
+                found.setdefault(key(usage, group), Count()).add(count)
+        return dict(sorted(found.items(), key=lambda item: _place(item[0])))
 
     def targets(self) -> list[Target]:
         """Return the effects of a prune to each age and to each bound on the whole root, if there are any."""
@@ -132,6 +130,10 @@ class RootUsage:
     def _target(self, option: str, nbytes: int, before_ns: int | None) -> Target:
         gone = forecast(self._ours, Need(nbytes, before_ns=before_ns))
         return Target(option, sum(one.num_files for one in gone), sum(one.nbytes for one in gone))
+
+
+def _place(key: Key) -> tuple[str, ...]:
+    return key.line if isinstance(key, Namespace) else (key or "",)
 
 
 def age_text(age_s: float) -> str:

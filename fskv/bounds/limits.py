@@ -216,7 +216,6 @@ class RootState:
     first_sight: bool = True
     share: int = 1000  # of the engine in all use, in thousandths
     is_unread: bool = False  # what was stored in the last hour is not loaded
-    siblings: int = 0  # other namespaces of the model that engines write to
 
     @property
     def room(self) -> int | None:
@@ -278,14 +277,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         first_sight=usage.first_sight,
         share=usage.shares.get(mine.name, 1000),
         is_unread=usage.is_unread,
-        siblings=_num_siblings(usage, mine.namespace or ""),
     )
-
-
-def _num_siblings(usage: Usage, namespace: str) -> int:
-    model = namespace.rpartition("@")[0] + "@"
-    others = (name for name in usage.namespaces if name != namespace and name.startswith(model))
-    return sum(usage.namespaces[name][0] > 0 for name in others)
 
 
 def kept_free(keep_free: int | Share, space: Space) -> int:

@@ -14,6 +14,7 @@
 #include <sys/types.h>
 
 enum { ROW = 65536 };
+enum { NAME = 32, SHARD = 3 }; /* digits in a chunk's name, and of these in its directory's */
 
 /* What all files of a group have in common; docs/format.md. The header's map is made of these pieces:
  * `head`, the key, `middle`, first_block, `rows`, the digests, `tail`, written_at. */

@@ -5,7 +5,6 @@
 
 #include <string.h>
 
-#include "files_api.h"
 #include "xxh3.h"
 
 static PyObject *row_digests(PyObject *module, PyObject *object)
@@ -93,13 +92,8 @@ static PyMethodDef functions[] = {
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; a slot may be (address, bytes) on the device. ValueError when one is outside, "
      "RuntimeError when the device's driver says no."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
-     "probe_chunks(names, groups, missed_before, directories, files): see fskv.index.presence.probe_chunks; returns a "
-     "byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},
-    {"list_shard", list_shard, METH_VARARGS,
-     "list_shard(path, young_ns, newest_ns): the chunk files of a shard as records of 40 bytes, and the names of all else, each after "
-     "a letter for its kind."},
-    {"open_beneath", open_directory, METH_VARARGS,
-     "open_beneath(path, root_nbytes, flags): see fskv.root.beneath.open_directory."},
+     "probe_chunks(directory, names, groups, missed_before, files, num_ranks): see fskv.index.presence.probe_chunks; "
+     "returns a byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},
     {"stamp_use", stamp_file, METH_VARARGS,
      "stamp_use(directory_fd, name, use, depth, fresh): see csrc/chunk_io.h; `use` is a bytearray of 8."},
     {NULL},

@@ -7,8 +7,6 @@
 #include <sys/stat.h>
 #include <time.h>
 
-#include "files.h"
-
 double monotonic_s(void)
 {
     struct timespec now;

@@ -144,4 +144,8 @@ int slot_buffer(PyObject *slot, Py_buffer *view);
 int64_t *use_stamp(PyObject *use);
 double monotonic_s(void);
 
+/* Functions of the module; fskv/_native.pyi has their types. */
+PyObject *probe_chunks(PyObject *module, PyObject *args);
+PyObject *stamp_file(PyObject *module, PyObject *args);
+
 #endif

@@ -399,12 +399,12 @@ class JobRunner(Generic[SlotT]):
             return False
         self._free(task, status)
         task.stage = Stage.ENDED
-        if not job.is_load and job.store is not self.store:
-            status = Status.SKIPPED  # of a namespace that is not in use any more
         if status is Status.OK and job.is_load:
             nbytes = task.move.plan.nbytes
         elif status is Status.OK:
             nbytes = self.store.file_nbytes[file.group_idx]
+        if not job.is_load and job.store is not self.store:
+            status = Status.SKIPPED  # of a namespace that is not in use any more
         self._outcomes.append(FileOutcome(file, job.is_load, status, nbytes, seconds))
         return True
 

@@ -18,8 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-PAYLOAD_ALIGNMENT = 4096  # GDS and O_DIRECT want 4 KiB (CuFile.pread docs; open(2))
-
+from fskv.format.chunk_file import align
 
 SpanTable: TypeAlias = npt.NDArray[np.int64]
 
@@ -109,7 +108,7 @@ class GroupLayout:
     @property
     def payload_nbytes(self) -> int:
         """Bytes of a chunk's payload in the file: the content rounded up to 4096."""
-        return _cdiv(self.content_nbytes, PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+        return align(self.content_nbytes)
 
 
 class Span(NamedTuple):

@@ -36,7 +36,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from fskv import namespace
@@ -468,26 +468,25 @@ def probe_chunks(
 ) -> Findings:
     """Look which chunks are on disk: all ranks' files of a chunk, with the right sizes.
 
-    For PresenceIndex, on its threads; the interpreter is free meanwhile. There must be a rank. A file that
+    For PresenceIndex, on its threads; the interpreter is free meanwhile. There must be a rank, and all ranks
+    have one namespace. A file that
     cannot be looked at is not there; raises OSError when that is so for all of several, which speaks against
     the root itself. `missed_before` says of which chunks the directory is opened first: an NFS client hides
     another node's new file for 28 s after a miss, but not then (measured on NFS 3 and 4.2).
     """
     if not ranks:
         raise ValueError("probe_chunks: found no rank, expected at least one")
-    directories: dict[bytes, int] = {}
-    files = {}
-    for group_idx in ranks[0].file_nbytes:
-        of_group = []
-        for rank in ranks:
-            directory, suffix = _affixes(rank.namespace_path, group_idx, rank.rank)
-            at = directories.setdefault(directory, len(directories))
-            of_group.append((at, suffix, rank.file_nbytes[group_idx]))
-        files[group_idx] = tuple(of_group)
+    directory = os.fsencode(f"{ranks[0].namespace_path}/{namespace.CHUNK_DIR}")
+    position = {group_idx: at for at, group_idx in enumerate(ranks[0].file_nbytes)}
+    files = tuple(
+        (namespace.chunk_file("", group_idx, rank.rank).encode(), rank.file_nbytes[group_idx])
+        for group_idx in position
+        for rank in ranks
+    )
     names = "".join([namespace.chunk_name(key) for key, _ in chunks]).encode()
-    groups = tuple([group_idx for _, group_idx in chunks])
+    groups = bytes([position[group_idx] for _, group_idx in chunks])
     there, num_errors, number, seconds = _native.probe_chunks(
-        names, groups, missed_before, tuple(directories), files
+        directory, names, groups, missed_before, files, len(ranks)
     )
     if num_errors and num_errors == len(chunks):
         raise OSError(number, os.strerror(number), _path(ranks[0], chunks[0]))
@@ -497,11 +496,3 @@ def probe_chunks(
 def _path(rank: RankFiles, chunk: Key) -> str:
     name = namespace.chunk_path(*chunk, rank.rank)
     return f"{rank.namespace_path}/{name}"
-
-
-@lru_cache(maxsize=1024)
-def _affixes(namespace_path: str, group_idx: int, rank: int | None) -> tuple[bytes, bytes]:
-    """Split a path into the directory of all shards and the text behind the digits of the key."""
-    directory, _, name = namespace.chunk_path(b"", group_idx, rank).split("/")
-    suffix = name[len(namespace.chunk_name(b"")) :]
-    return os.fsencode(f"{namespace_path}/{directory}"), os.fsencode(suffix)

@@ -28,11 +28,8 @@ import numpy as np
 from fskv.namespace import CHUNK_DIR, chunk_file, parse_chunk_file
 from fskv.root.beneath import opened
 from fskv.root.filesystem import (
-    FUTURE_NS,
-    MAX_NS,
     Space,
     block_nbytes,
-    bytes_on_disk,
     clamp_mtime,
     length,
 )
@@ -41,11 +38,6 @@ from fskv.types import MAX_COUNT
 
 if TYPE_CHECKING:
     import asyncio
-
-try:
-    from fskv._native import list_shard as _list_in_c
-except ImportError:  # no C compiler at installation
-    _list_in_c = None  # type: ignore[assignment]
 
 NUM_SHARDS = 4096
 UNSETTLED = -2  # an mtime that no directory has
@@ -111,11 +103,12 @@ def file_name(record: Any) -> str:
 
 def _nbytes(info: os.stat_result, now_ns: int, *, by_blocks: bool) -> tuple[int, bool]:
     """Return the bytes that a file counts for, and whether more of its blocks may be counted later."""
+    on_disk, nbytes = block_nbytes(info), length(info)
     # By its change, and not by its last use, which a store sets back.
-    growing = now_ns and info.st_ctime_ns > now_ns - _YOUNG_NS and block_nbytes(info) < length(info)
+    growing = on_disk < nbytes and bool(now_ns) and info.st_ctime_ns > now_ns - _YOUNG_NS
     if by_blocks:
-        return block_nbytes(info), bool(growing)
-    return (length(info), True) if growing else (bytes_on_disk(info), False)
+        return on_disk, growing
+    return (nbytes if growing else on_disk or nbytes), growing
 
 
 async def walk(
@@ -251,6 +244,7 @@ def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) 
     One that is gone is empty. One that is gone with all that is around it (the root is away, the mount) is an
     error: nothing is known of it.
     """
+    nothing = Shard(idx, 0, np.empty(0, RECORD))
     for _ in range(2):  # all of it may have been away for a moment
         try:
             return _listed(path, idx, now_ns, device)
@@ -258,44 +252,61 @@ def list_shard(path: str, idx: int, now_ns: int = 0, device: int | None = None) 
             try:
                 os.stat(os.path.dirname(path))
             except OSError as error:
-                return Shard(idx, 0, np.empty(0, RECORD), error=error)
-    return Shard(idx, 0, np.empty(0, RECORD))
+                return replace(nothing, error=error)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link: no place for chunks
+                return replace(nothing, foreign=[os.path.basename(path)], num_foreign=1)
+            return replace(nothing, error=error)
+    return nothing
 
 
 def _listed(path: str, idx: int, now_ns: int, device: int | None) -> Shard:
-    """List one directory as `list_shard` does, but raise FileNotFoundError if it is gone."""
-    by_blocks = False
+    """List one directory as `list_shard` does, but raise OSError where it cannot be listed."""
+    fd = os.open(path, OPEN_SHARD)
     try:
-        if _list_in_c is not None and device is None:
-            young_ns = now_ns - _YOUNG_NS if now_ns else MAX_NS
-            newest_ns = min(now_ns + FUTURE_NS, MAX_NS) if now_ns else MAX_NS
-            packed, names = _list_in_c(os.fsencode(path), young_ns, newest_ns)
-            shard = Shard(idx, 0, np.frombuffer(packed, RECORD))
-            # Each after a letter for its kind; y: a record whose blocks are not all counted.
-            shard.growing = any(name[0] == ord("y") for name in names)
-            others = [os.fsdecode(name[1:]) for name in names if name[0] != ord("y")]
-        else:
-            shard, others, by_blocks = _list_in_python(path, idx, now_ns, device)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link: no place for chunks
-            name = os.path.basename(path)
-            return Shard(idx, 0, np.empty(0, RECORD), foreign=[name], num_foreign=1)
-        return Shard(idx, 0, np.empty(0, RECORD), error=error)
-    wrong = np.flatnonzero(shard_of(shard.records) != idx)
-    if len(wrong):  # a chunk in another's directory: nobody will ever look for it there
-        others += [file_name(record) for record in shard.records[wrong]]
-        shard.records = np.delete(shard.records, wrong)
-    for name in others:
+        by_blocks = device is not None and os.fstat(fd).st_dev == device  # and not another mount
+        with os.scandir(fd) as entries:
+            return _sorted_out(path, idx, entries, now_ns, by_blocks=by_blocks)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _sorted_out(
+    path: str, idx: int, entries: Iterable[os.DirEntry[str]], now_ns: int, *, by_blocks: bool
+) -> Shard:
+    shard = Shard(idx, 0, np.empty(0, RECORD))
+    own_chunks = f"{idx:03x}"
+    rows = []
+    for entry in entries:
+        name, info = entry.name, None
         if name.startswith(".nfs"):
             continue  # a file that some NFS client still has open
-        if is_our_part(name):
-            _add_part(shard, f"{path}/{name}", now_ns, by_blocks=by_blocks)
-        else:
+        chunk = parse_chunk_file(name)
+        # A chunk in another's directory is foreign: nobody will ever look for it there.
+        if is_our_part(name) if chunk is None else name.startswith(own_chunks):
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except OSError:
+                pass
+        if info is None or not stat.S_ISREG(info.st_mode):
             shard.num_foreign += 1
             if len(shard.foreign) < _MAX_FOREIGN:
                 shard.foreign.append(name)
+            continue
+        nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
+        mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
+        if chunk is not None:
+            rank1 = 0 if chunk.rank is None else chunk.rank + 1
+            rows.append((bytes.fromhex(chunk.name), chunk.group_idx, rank1, mtime_ns, nbytes))
+        else:
+            # It grows without a sign in its directory's mtime, until nobody writes it any more.
+            growing = growing or not now_ns or mtime_ns > now_ns - _YOUNG_NS
+            shard.parts.append(Part(f"{path}/{name}", info.st_mtime_ns, nbytes))
+        shard.growing |= growing
+    shard.records = np.array(rows, RECORD)
     return shard
 
 
@@ -303,58 +314,3 @@ def shard_of(records: Records) -> Any:
     """Return the number of the directory that each record's file has to stand in."""
     raw = np.ascontiguousarray(records["name"]).view(np.uint8).reshape(-1, 16)
     return (raw[:, 0].astype(np.int32) << 4) | (raw[:, 1] >> 4)
-
-
-def _list_in_python(
-    path: str, idx: int, now_ns: int, device: int | None
-) -> tuple[Shard, list[str], bool]:
-    fd = os.open(path, OPEN_SHARD)
-    try:
-        by_blocks = device is not None and os.fstat(fd).st_dev == device  # and not another mount
-        return *_list_opened(fd, idx, now_ns, by_blocks=by_blocks), by_blocks
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def _list_opened(fd: int, idx: int, now_ns: int, *, by_blocks: bool) -> tuple[Shard, list[str]]:
-    shard = Shard(idx, 0, np.empty(0, RECORD))
-    rows = []
-    others = []
-    with os.scandir(fd) as entries:
-        for entry in entries:
-            chunk = parse_chunk_file(entry.name)
-            if chunk is None:
-                others.append(entry.name)
-                continue
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except OSError as error:
-                if error.errno != errno.ENOENT:  # else removed meanwhile
-                    others.append(entry.name)
-                continue
-            if not stat.S_ISREG(info.st_mode):
-                others.append(entry.name)
-                continue
-            rank1 = 0 if chunk.rank is None else chunk.rank + 1
-            nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
-            shard.growing |= growing
-            mtime_ns = clamp_mtime(info.st_mtime_ns, now_ns)
-            rows.append((bytes.fromhex(chunk.name), chunk.group_idx, rank1, mtime_ns, nbytes))
-    shard.records = np.array(rows, RECORD)
-    return shard, others
-
-
-def _add_part(shard: Shard, path: str, now_ns: int, *, by_blocks: bool) -> None:
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return
-    if stat.S_ISREG(info.st_mode):
-        nbytes, growing = _nbytes(info, now_ns, by_blocks=by_blocks)
-        # It grows without a sign in its directory's mtime, until nobody writes it any more.
-        young = not now_ns or clamp_mtime(info.st_mtime_ns, now_ns) > now_ns - _YOUNG_NS
-        shard.growing |= growing or young
-        shard.parts.append(Part(path, info.st_mtime_ns, nbytes))
-    else:
-        shard.num_foreign += 1

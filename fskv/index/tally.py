@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,19 @@ class Count:
     nbytes: int = 0  # on disk
     unused: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, num_files: int, nbytes: int, unused: Sequence[tuple[int, int]]) -> None:
-        self.num_files += num_files
-        self.nbytes += nbytes
-        before = self.unused or [(0, 0)] * len(unused)
-        self.unused = [(a + c, b + d) for (a, b), (c, d) in zip(before, unused, strict=True)]
+    @classmethod
+    def of(cls, counts: Iterable[Count]) -> Count:
+        """Return the sum of counts."""
+        found = cls()
+        for one in counts:
+            found.add(one)
+        return found
+
+    def add(self, other: Count) -> None:
+        self.num_files += other.num_files
+        self.nbytes += other.nbytes
+        before = self.unused or [(0, 0)] * len(other.unused)
+        self.unused = [(a + c, b + d) for (a, b), (c, d) in zip(before, other.unused, strict=True)]
 
 
 def tally(records: Records, edges_ns: Sequence[int]) -> dict[tuple[int, int], Count]:

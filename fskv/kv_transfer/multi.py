@@ -158,7 +158,9 @@ def check_roots(
 
 
 def check_stored(children: Sequence[Any]) -> None:
-    """Refuse to store unchecked KV; `children` are connectors as they were written.
+    """Refuse to store KV that is unchecked, or of weights that one store takes for others.
+
+    `children` are connectors as they were written.
 
     KV that another connector loads serves other requests, too, by vLLM's own prefix cache, so fskv cannot
     tell it from computed KV. An engine whose KV is fetched frees its blocks after a time, and uses them
@@ -166,6 +168,13 @@ def check_stored(children: Sequence[Any]) -> None:
     rely on. Raises ConfigError.
     """
     parts = list(_parts(children, "connectors"))
+    fixed = {where: bool(ours.get("weights_fixed")) for where, _, ours in parts if ours is not None}
+    if len({*fixed.values()}) > 1:
+        where = min(where for where, is_fixed in fixed.items() if is_fixed)
+        raise ConfigError(
+            f"option '{where}.weights_fixed': found true beside another store with false, expected one for "
+            "all: after an update one would load old KV, and another store it under a new name"
+        )
     for unchecked in (each for _, each, _ in parts if each is not None):
         for where, _, ours in parts:
             stores = False if ours is None else ours.get("store", True)

@@ -2,8 +2,8 @@
 
 An engine's adapter drains the counters and publishes them. Standard library only.
 
-A new metric is a constant here and an entry of ALL_METRICS. `make reference` writes it into
-docs/metrics.md. A label has few values: reasons, bounds, or one value of this engine.
+A new metric is a constant here. `make reference` writes it into docs/metrics.md. A label has few values:
+reasons, bounds, or one value of this engine.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ NAMESPACE_INFO = Metric(
     "fskv_namespace_info",
     "gauge",
     "1",
-    "Always 1; the label is this engine's namespace.",
+    "Always 1; the label is the namespace of this engine's start.",
     "namespace",
 )
 
@@ -341,59 +341,8 @@ WORKER_COUNTERS = (
     *(STORED_CHUNKS, STORED_BYTES, STORE_SECONDS, STORES_SKIPPED),
 )
 
-ALL_METRICS = (
-    LOOKUP_HITS,
-    LOOKUP_MISSES,
-    LOAD_FAILURES,
-    LOADED_CHUNKS,
-    LOADED_BYTES,
-    LOAD_SECONDS,
-    LOAD_LATENCY,
-    STORED_CHUNKS,
-    STORED_BYTES,
-    STORE_SECONDS,
-    STORES_SKIPPED,
-    ADMITTED,
-    NOT_ADMITTED,
-    NOT_ADMITTED_BYTES,
-    STORES_AT_FIRST_SIGHT,
-    WRITTEN_UNREAD,
-    REQUESTS,
-    PENDING_LOADS,
-    LOADED_REQUESTS,
-    LOADED_TOKENS,
-    SAVED_SECONDS,
-    DECLINED_TOKENS,
-    CUT_LOADS,
-    PREFILL_RATE,
-    SLOTS_IN_USE,
-    THREADS_HUNG,
-    STORE_QUEUE,
-    BREAKER_OPEN,
-    BREAKER_OPENINGS,
-    WEIGHT_EPOCH,
-    WEIGHTS_IN_DOUBT,
-    OFF,
-    KNOWN_CHUNKS,
-    QUARANTINED_CHUNKS,
-    ROOT_INFO,
-    NAMESPACE_INFO,
-    ROOT_BYTES,
-    ROOT_FILES,
-    ROOT_FREE_BYTES,
-    NAMESPACE_BYTES,
-    BOUND_BYTES,
-    BOUND_LEFT_BYTES,
-    COUNTED_AT,
-    PRUNED_FILES,
-    PRUNED_BYTES,
-    ORPHANS_REMOVED,
-    UNREMOVABLE_FILES,
-    LEASE_HELD,
-    STORES_PAUSED,
-    MAINTENANCE_UP,
-    MAINTENANCE_RESTARTS,
-)
+# All that stand above, in that order.
+ALL_METRICS = tuple(found for found in vars().values() if isinstance(found, Metric))
 
 # Of FskvMultiConnector alone, about its children; `connector` is on every series of theirs as well.
 MULTI_LOADS = Metric(

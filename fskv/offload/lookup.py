@@ -266,13 +266,11 @@ class Lookup:
             why = "chunks are found, and other engines do not load them"
         elif self.admission.num_seen_again > self.admission.num_used // 10:
             why = "prompts come back after their chunks were pruned: more room would hold them"
-        elif state.siblings:
-            why = (
-                f"{state.siblings} other namespaces of this model have chunks: `fskv diff` says why engines "
-                "do not share"
-            )
         else:
-            why = "prompts part at their first chunk: a date, an id or a salt at the beginning?"
+            why = (
+                "prompts part at their first chunk (a date, an id or a salt at the beginning?), or engines "
+                "do not share: `fskv ls` shows other namespaces of this model, `fskv diff` says why"
+            )
         return f"much was stored in the last hour, and less than 1 % was loaded: {why}"
 
     def _nbytes_together(self) -> int:

@@ -25,6 +25,7 @@ class Opener(Generic[_E, _T]):
         self._begun: _E | None = None  # the epoch that the thread opens
         self._opened: tuple[_E, _T] | None = None
         self._again_at = 0.0
+        self._complained: _E | None = None  # of this epoch
 
     def take(self, epoch: _E) -> _T | None:
         """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
@@ -46,4 +47,6 @@ class Opener(Generic[_E, _T]):
         try:
             self._opened = epoch, self._open(epoch)
         except Exception as error:
-            logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)
+            if self._complained != epoch:  # it is tried again
+                self._complained = epoch
+                logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)

@@ -15,11 +15,6 @@ import os
 import stat
 from collections.abc import Iterator
 
-try:
-    from fskv._native import open_beneath as _open_in_c
-except ImportError:  # no C compiler at installation
-    _open_in_c = None  # type: ignore[assignment]
-
 _ONE = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -28,17 +23,6 @@ def open_directory(root: str, path: str, flags: int = os.O_RDONLY) -> int:
 
     With `os.O_PATH` as `flags` it cannot be listed, only names in it be used.
     """
-    if _open_in_c is not None:
-        raw = os.fsencode(path.rstrip("/"))
-        try:
-            return _open_in_c(raw, len(os.fsencode(root.rstrip("/"))), flags)
-        except OSError as error:
-            error.filename = path  # as text
-            raise
-    return _open_in_python(root, path, flags)
-
-
-def _open_in_python(root: str, path: str, flags: int) -> int:
     names = [name for name in path.removeprefix(root.rstrip("/")).split("/") if name]
     fd = os.open(root, (os.O_PATH if names else flags) | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in names:

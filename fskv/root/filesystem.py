@@ -80,7 +80,7 @@ def bytes_on_disk(info: os.stat_result) -> int:
     """Return a file's bytes on disk; its length if the file system does not say (yet).
 
     Without blocks are also files that stand in their inode. They count with their length: too much, which is
-    the side on which bounds hold. `csrc/files.c` counts in the same way.
+    the side on which bounds hold.
     """
     return block_nbytes(info) or length(info)
 

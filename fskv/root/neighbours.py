@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fskv import namespace
 from fskv.errors import FskvError
 from fskv.namespace import Identity
 from fskv.root.root import read_manifest
 
-_MAX_READ = 16  # manifests
+_MAX_OF_MODEL, _MAX_READ = 128, 16  # manifests: of the model, which may have epochs, and of others
 _MAX_FIELDS = 5  # that are named; another model's that differs in more is not
 
 
@@ -21,8 +21,8 @@ class Neighbours:
     """A summary of a root's other namespaces of the same architecture."""
 
     empty: bool  # nothing is stored in the namespace itself
-    num_of_model: int  # others with the same name of a model
-    # The fields in which the most alike of up to 16 others differs; () without one.
+    num_of_model: int  # others with the same name of a model, but for epochs
+    # The fields in which the most alike of some others differs; () without one.
     apart: Sequence[str]
 
     def __str__(self) -> str:
@@ -59,12 +59,15 @@ def look_around(root: str, identity: Identity) -> Neighbours:
         others = [e for e in entries if "@" in e.name and e.name != name]
     of_model = [e for e in others if e.name.rpartition("@")[0] == model]
     rest = [e for e in others if e not in of_model]
+    settings, num_of_model = replace(identity, epoch=None), 0
     found: list[list[str]] = []
-    for entry in [*of_model, *rest][:_MAX_READ]:
+    for entry in [*of_model[:_MAX_OF_MODEL], *rest[:_MAX_READ]]:
         with suppress(OSError, ValueError, FskvError):
             other = read_manifest(entry.path)
-            found.append([difference.path for difference in namespace.diff(identity, other)])
-    return Neighbours(empty, len(of_model), min(found, key=len, default=()))
+            if other.epoch is None and other != settings:  # epochs are meant to differ
+                num_of_model += entry in of_model
+                found.append([difference.path for difference in namespace.diff(settings, other)])
+    return Neighbours(empty, num_of_model, min(found, key=len, default=()))
 
 
 def beside(root: str, identity: Identity) -> str:

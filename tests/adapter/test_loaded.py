@@ -190,13 +190,15 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
         ("sleep", {}, (0, 1)),  # the weights come back as they were
         ("sleep", {"level": 2}, (1, 1)),
         ("discard", {}, (1, 1)),
+        ("discard", {"tags": ("kv_cache",)}, (0, 1)),
+        ("discard", {"tags": ("kv_cache", "weights")}, (1, 1)),
         ("wake_up", {}, (0, 0)),
     ],
 )
 def test_pages_that_are_taken_away_are_lost_and_weights_with_them_but_for_a_light_sleep(
     worker_of, checkpoint, monkeypatch, name, kwargs, counts
 ):
-    monkeypatch.setattr(worker_of, name, lambda self, level=1: None, raising=False)
+    monkeypatch.setattr(worker_of, name, lambda self, level=1, tags=(): None, raising=False)
     config = config_of(checkpoint)
     worker = worker_of(config)
     weights = find_loaded(config).weights

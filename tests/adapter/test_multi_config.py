@@ -133,6 +133,19 @@ def test_what_another_engine_has_computed_is_never_stored(sibling, stores, taken
         stores_of(other("MultiConnector", connectors=children))
 
 
+@pytest.mark.parametrize("fixed", [(True, False), (False, True), (True, True), (False, False)])
+def test_stores_of_one_engine_vouch_for_its_weights_together_or_not_at_all(fixed):
+    """After an update one would load old KV, and another store it under a new name."""
+    mine, second = (
+        ours(root, weights_fixed=each) for root, each in zip(("/a", "/b"), fixed, strict=True)
+    )
+    if fixed[0] is fixed[1]:
+        check_stored([mine, second])
+        return
+    with pytest.raises(ConfigError, match=rf"connectors\[{int(fixed[1])}\].weights_fixed"):
+        check_stored([mine, second])
+
+
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_tier_does_not_store_it_either(stores):
     """Beside a connector that pulls, and beside a tier with files of its own."""

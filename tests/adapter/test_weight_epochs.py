@@ -6,6 +6,7 @@ updates, resets, versions and sleeps come in any order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,9 +18,21 @@ import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
+import torch
+
 from fskv.engines.vllm import weights as weights_module
 from fskv.engines.vllm.epochs import Epochs
-from fskv.engines.vllm.weights import MODEL, MarkedWeights, Part, Purity, Weights
+from fskv.engines.vllm.weights import (
+    CHECKPOINT,
+    DRAFT,
+    MODEL,
+    PRIVATE,
+    MarkedWeights,
+    Part,
+    Purity,
+    Weights,
+    changing_methods,
+)
 
 pytestmark = world.VLLM
 
@@ -29,11 +42,14 @@ class Worker:
 
     def __init__(self):
         self.model, self.draft = "start", "start"
+        self.half_way = None  # the weights after a reload that fails
         parallel = SimpleNamespace(worker_extension_cls=f"{__name__}.Extension")
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             weight_transfer_config=None,
-            model_config=SimpleNamespace(model="/start"),
+            speculative_config=object(),
+            model_config=SimpleNamespace(model="/start", revision="v1"),
+            load_config=SimpleNamespace(download_dir="/hub"),
         )
         self._weight_update_active = self._weight_update_is_draft = False
 
@@ -57,7 +73,9 @@ class Worker:
         self._weight_update_active = False
 
     def reload_weights(self, weights_iterator=None, weights_path=None):
-        self.model = weights_path
+        self.model, self.half_way = self.half_way or weights_path, None
+        if self.model != weights_path:
+            raise RuntimeError("no more memory")
 
     def sleep(self, level=1):
         if level == 2:
@@ -91,7 +109,7 @@ class Engine:
     def __init__(self, chance, namespaces, *, num_ranks=2, run="run"):
         self.chance, self.namespaces = chance, namespaces
         self.ranks = [Rank(number) for number in range(num_ranks)]
-        self.epochs = Epochs(num_ranks, run, fixed=False, has_siblings=False)
+        self.epochs = Epochs(num_ranks, run, fixed=False, has_siblings=False, parts=(MODEL, DRAFT))
         self.table, self.blocks = object(), []
         self.version = "default"
         self.in_flight = []
@@ -107,12 +125,8 @@ class Engine:
             one.purity.on_step(step.cache, step.number)
             is_wanted = number != one.purity.epoch and one.purity.is_of(step.epoch.changes[rank])
             if is_wanted and self.chance.random() < 0.7:
-                sources = dict(step.epoch.sources)
-                if sources.get(MODEL) == {}:
-                    assert one.weights.checkpoint is not None
-                    sources[MODEL] = {"checkpoint": one.weights.checkpoint[0]}
-                self.sources[number] = sources
-                one.purity.serve(number)
+                self.sources[number] = step.epoch.sources
+                one.purity.serve(number, step.epoch.changes[rank])
             if (news := one.purity.take_news()) is not None:
                 told[rank] = news
         if has_tokens:
@@ -164,7 +178,13 @@ class Engine:
                 # The promise of `weights_run`: a version names the weights of all parts it is set for.
                 self.version = f"{action} {name}"
         elif action == "fails":
+            is_reload = self.chance.random() < 0.5
             for one in self.ranks[1:]:
+                if is_reload:
+                    one.worker.half_way = f"half of /{name} {self.chance.random()}"
+                    with pytest.raises(RuntimeError):
+                        one.worker.reload_weights(weights_path=f"/{name}")
+                    continue
                 one.worker.start_weight_update()
                 with pytest.raises(RuntimeError):
                     one.worker.update_weights(None)
@@ -203,6 +223,8 @@ def simulate(seed, num_actions=60):
 @pytest.fixture(autouse=True)
 def checkpoints(monkeypatch):
     monkeypatch.setattr(weights_module, "checkpoint_state", lambda path: {})
+    monkeypatch.setattr(weights_module, "changed_file", lambda path, before: None)
+    monkeypatch.setattr(weights_module, "weights_fingerprint", lambda path, **_: path)
 
 
 def test_no_namespace_gets_kv_of_two_sets_of_weights():
@@ -257,16 +279,128 @@ def test_a_rank_that_failed_leaves_the_engine_at_rest_until_all_have_succeeded()
     assert engine.sources[engine.epochs.number] == {"model": {"checkpoint": "/A"}}
 
 
+def test_a_reset_that_left_vllm_s_own_cache_begins_no_epoch_of_what_is_in_it():
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {})
+    engine.step()
+    for one in engine.ranks:
+        one.worker.model = "unseen"
+    counts = {n: one.purity.weight_counts for n, one in enumerate(engine.ranks)}
+    engine.epochs.on_reset(counts)  # requests are running: the pool refuses
+    for _ in range(4):
+        engine.step()
+    assert "was not reset" in engine.epochs.resting
+    engine.reset()
+    for _ in range(4):
+        engine.step()
+    assert engine.epochs.resting == ""
+    assert "private" in engine.sources[engine.epochs.number]
+
+
+def test_a_reload_of_the_engine_s_own_checkpoint_is_of_its_revision_and_place(monkeypatch):
+    places = {("/start", "v1", "/hub"): "/hub/1", ("/other", None, "/hub"): "/other"}
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: places[asked])
+    rank = Rank(0)
+    rank.worker.reload_weights()
+    assert rank.weights.parts[MODEL].name == "/hub/1"
+    rank.worker.reload_weights(None, "/other")
+    assert rank.weights.parts[MODEL].name == "/other"
+    with pytest.raises(TypeError):
+        rank.worker.reload_weights(None, "/other", False)
+    assert rank.weights.parts[MODEL].kind == PRIVATE
+    # The hub's name leads elsewhere while it is loaded.
+    found = iter(["/hub/1", "/hub/2"])
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: next(found))
+    rank.worker.reload_weights()
+    assert rank.weights.parts[MODEL].kind == PRIVATE
+
+
+class Base:
+    def sync(self): ...
+
+
+class OfUser(Base):
+    def check_and_pull(self): ...
+
+    def __reduce__(self): ...
+
+
+class Mixed(OfUser, Worker):
+    pass
+
+
+def test_all_methods_of_a_worker_s_extension_may_change_weights():
+    assert {"sync", "check_and_pull"} <= set(changing_methods(Mixed, OfUser))
+    assert not {"sync", "check_and_pull", "__reduce__"} & set(changing_methods(Mixed))
+
+
 @pytest.mark.parametrize(
     ("told", "is_steady"),
-    [(b"", True), (b"x", False), (b"x.", True), (b"x!", False), (b"xx.", False), (b"x!x.", True)],
+    [
+        (b"", True),
+        (b"x", False),
+        (b"x.", True),
+        (b"x!", False),
+        (b"xx.", False),
+        (b"x!x.", True),
+        (b"xx!.", False),
+    ],
 )
 def test_weights_of_other_processes_are_read_from_their_marks(tmp_path, told, is_steady):
     path = tmp_path / "mark"
     path.write_bytes(told)
     fd = os.open(path, os.O_RDONLY)
-    weights = MarkedWeights(fd)
+    weights = MarkedWeights(fd, 2 if told.startswith(b"xx") else 1)
     assert weights.is_steady is is_steady
     assert weights.num_changes == told.count(b"x")
     assert bool(weights.parts) is bool(told)
     os.close(fd)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def load_weights(self, names):
+        if names == "fails":
+            raise RuntimeError("connection lost")
+        return names if names is None else set(names)
+
+
+class Loading(Extended):
+    """A worker that loads a checkpoint as vLLM does: through its model, which tells what it has loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.loading = Model()
+
+    def reload_weights(self, weights_iterator=None, weights_path=None):
+        self.loading.load_weights(self.has)
+
+
+@pytest.mark.parametrize(
+    ("before", "has", "names_them"),
+    [
+        ([], "a", True),
+        (["ab"], "ab", True),
+        (["ab"], "a", False),
+        (["a"], "a", True),
+        (["patch"], "ab", True),
+        (["patch"], "a", False),
+        (["fails"], "ab", True),
+        (["fails"], "a", False),
+        (["ab", "a"], "ab", True),
+        ([], None, False),
+    ],
+)
+def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_changed(
+    before, has, names_them
+):
+    worker, weights = Loading(), Weights()
+    weights.watch(worker, [worker, worker.loading])
+    for what in (*before, has):
+        worker.has = what
+        with contextlib.suppress(RuntimeError):
+            worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
+    assert (weights.parts[MODEL].kind == CHECKPOINT) is names_them

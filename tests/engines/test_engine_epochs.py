@@ -33,6 +33,7 @@ from engine_lab import (
     run,
     tier,
 )
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 needs_vllm()
@@ -172,6 +173,25 @@ def test_another_engine_that_loaded_the_same_checkpoint_shares_and_one_of_the_st
     assert one["tokens"] == other["tokens"]
     start = generates(an_engine([ask(TEXT, "text")], root, path=weights[0]))["text"]
     assert start["num_cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_checkpoint_of_a_part_of_the_weights_names_them_only_where_it_holds_all_that_changed(
+    root, weights, tmp_path, twice
+):
+    """VLLM leaves what it does not hold as it was: here, as the checkpoint before it had it."""
+    part = tmp_path / "part"
+    shutil.copytree(weights[0], part)
+    tensors = load_file(part / "model.safetensors")
+    some = {name: tensor for name, tensor in tensors.items() if "layers.0" not in name}
+    save_file(some, part / "model.safetensors", metadata={"format": "pt"})
+    between = [] if twice else [reload(weights[1]), RESET, OPENED]
+    steps = [reload(str(part)), RESET, OPENED, ask(TEXT, "first"), *SETTLE, *between]
+    steps += [reload(str(part)), RESET, OPENED, ask(TEXT, "again")]
+    with_files = generates(an_engine(steps, root, path=weights[0]))["again"]
+    without = generates(an_engine(steps, path=weights[0]))["again"]
+    assert with_files["tokens"] == without["tokens"]
+    assert (with_files["num_cached_tokens"] > 0) is twice
 
 
 # --- an update without a reset of vLLM's own cache --------------------------------------------

@@ -155,7 +155,6 @@ def follow_links(monkeypatch):
     """The negative control: links lead out of the root."""
     from fskv.root import beneath
 
-    monkeypatch.setattr(beneath, "_open_in_c", None)
     monkeypatch.setattr(beneath, "_ONE", os.O_DIRECTORY | os.O_CLOEXEC)
 
 

@@ -106,15 +106,14 @@ def test_a_directory_that_cannot_be_listed_is_named_once_and_in_words(
 
 
 def deny_listing(monkeypatch, unlistable):
-    for lister in ("_list_in_c", "_list_in_python"):
-        real = getattr(scan, lister)
+    real = scan._listed
 
-        def fail(path, *rest, real=real):
-            if os.fsdecode(path) == unlistable:
-                raise PermissionError(13, "denied", path)
-            return real(path, *rest)
+    def fail(path, *rest):
+        if path == unlistable:
+            raise PermissionError(13, "denied", path)
+        return real(path, *rest)
 
-        monkeypatch.setattr(scan, lister, fail)
+    monkeypatch.setattr(scan, "_listed", fail)
 
 
 def test_an_unknown_command_is_a_usage_error_that_suggests_one():
@@ -240,6 +239,40 @@ def test_ls_counts_chunks_files_and_bytes_as_they_are_on_disk(lab):
     assert done.summary["files"] == len(paths) + len(ranks)
     check_lines("ls", done.lines)
     assert done.exit_code == 0
+
+
+def test_private_epochs_are_one_line_beside_their_base(lab):
+    """The controls: an epoch with a source and another tenant's have lines of their own, and so has JSON."""
+    base, named = lab.namespace(), {"model": {"run": "r7", "version": "42"}}
+    lab.chunk(base, 0)
+    sourced, other = lab.namespace(epoch=named), lab.namespace(tenant="acme")
+    private = [lab.namespace(epoch={"private": f"{number:032x}"}) for number in range(40)]
+    private.append(lab.namespace(epoch={"private": "0" * 32}, tenant="acme"))
+    for where in (sourced, other, *private):
+        lab.chunks(where, range(2))
+    lines = [
+        *(base.id, f"{sourced.id} (model run r7 version 42)", f"{base.id} (40 private epochs)"),
+        *(other.id, f"{private[-1].id} (private)"),
+    ]
+    for words in (
+        *(("ls",), ("du",), ("rm", "-n", "org--model"), ("prune", "-n", "--max-size", "1KiB")),
+        ("top", "--once", "--interval", "0.1"),
+    ):
+        done = run(*words, root=lab.path, env={"COLUMNS": "140"})
+        shown = " ".join(done.stdout.split())
+        for line in lines:
+            assert line.partition("/")[2] in shown, (words, line)
+        assert not any(where.identity.digest16 in shown for where in private[:-1])
+        assert "44 namespaces" in shown + done.stderr or words[0] in ("prune", "top")
+    for command, kind in (("ls", "namespace"), ("du", "use")):
+        found = run(command, "--json", root=lab.path).lines
+        epochs = {one["namespace"]: one["epoch"] for one in found if one["type"] == kind}
+        assert epochs[sourced.id] == named
+        assert all(epochs[where.id] == where.identity.epoch for where in (base, *private))
+    said = " ".join(run("doctor", root=lab.path).stdout.split())
+    assert "44 namespaces, 42 of them epochs" in said
+    assert "do not share: tenant" in said
+    assert "do not share: epoch" not in said
 
 
 def test_ls_lists_chunks_in_any_order_and_no_more_than_asked_for(lab):

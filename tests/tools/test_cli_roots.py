@@ -7,6 +7,7 @@ looks has changed. `run` calls in this process and lets any exception through bu
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -43,6 +44,14 @@ LOOKS = {
     "rm": ["rm", "{ns}", "--dry-run"],
     "prune garbage": ["prune", "--dry-run"],
 }
+# What a neighbour may write as the epoch of a namespace, and engines' own.
+EPOCHS = [
+    *({"private": f"{number:032x}"} for number in range(3)),
+    {"model": {"run": "r7", "version": "42"}, "draft": {"checkpoint": "sampled:" + "e" * 64}},
+    {"private": {"\x1b[31m": ["\n", None]}},
+    {"model": "\u202e" * 5000, "\r\n[bold]": [1e300, {"": True}]},
+    {"model": functools.reduce(lambda tree, _: {"run": tree}, range(30), "deep")},
+]
 NO_JSON = {"ls paths", "report", "top"}
 
 
@@ -85,7 +94,7 @@ def check(name, done):
 
 
 @pytest.mark.parametrize("name", LOOKS)
-@pytest.mark.parametrize("kind", ["good", "empty", "hostile", "damaged"])
+@pytest.mark.parametrize("kind", ["good", "empty", "hostile", "damaged", "epochs"])
 def test_a_command_that_looks_says_what_it_finds_and_changes_nothing(kind, name, lab, out):
     where = None
     if kind != "empty":
@@ -93,6 +102,9 @@ def test_a_command_that_looks_says_what_it_finds_and_changes_nothing(kind, name,
         paths = lab.chunks(where, range(12))
     if kind == "hostile":
         spoil(lab, where)
+    if kind == "epochs":
+        for epoch in EPOCHS:
+            lab.chunks(lab.namespace(epoch=epoch), range(2))
     if kind == "damaged":
         other = lab.namespace(model_name="org/other")
         lab.chunks(other, range(3))
@@ -108,7 +120,7 @@ def test_a_command_that_looks_says_what_it_finds_and_changes_nothing(kind, name,
         os.makedirs(f"{out}/copy")
         done = run(*words(name, where, out), *options, root=lab.path)
         check(name, done)
-        if kind == "good" and name != "explain":
+        if kind in ("good", "epochs") and name != "explain":
             assert done.exit_code == 0, done
         if options:
             assert (done.summary is not None) == (done.exit_code in (0, 1, 3)), done

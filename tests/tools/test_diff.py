@@ -36,6 +36,7 @@ CHANGES = {
     "canonical_format": ("LBHNC/8", "canonical_layout"),
     "tenant": ("acme", "option `tenant`"),
     "model_runner": ("v2", "VLLM_USE_V2_MODEL_RUNNER"),
+    "epoch": ({"model": {"run": "r7", "version": "42"}}, "epoch none / model run r7 version 42"),
     "extra": ({"page_layouts": {"group0": "amx"}}, "instruction set"),
 }
 

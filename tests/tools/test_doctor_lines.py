@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
-from fskv_tools.doctor import flags
 from fskv_tools.doctor.configured import read
 from fskv_tools.doctor.finding import Level
 from fskv_tools.exits import UsageError
@@ -139,64 +137,6 @@ def test_a_field_that_vllm_refuses_is_named(field, words):
     found = [one.found for one in read(given)[0] if one.level is Level.PROBLEM]
     assert len(found) == (words is not None)
     assert all(words in one for one in found)
-
-
-# --- the options of the server --------------------------------------------------------------------
-
-
-@pytest.fixture
-def vllm(tmp_path, monkeypatch):
-    """Stand in for an installed vLLM that has two options."""
-    (tmp_path / "vllm" / "engine").mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('nobody imports it')")
-    source = "class EngineArgs:\n    max_model_len: int\n    kv_transfer_config: dict\n"
-    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
-    spec = importlib.util.spec_from_file_location("vllm", tmp_path / "vllm" / "__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
-    flags.known.cache_clear()
-    yield
-    flags.known.cache_clear()
-
-
-def of_line(given):
-    return [one.found for one in read(given)[0] if one.check == "line"]
-
-
-@pytest.mark.usefixtures("vllm")
-def test_an_option_that_vllm_does_not_have_is_named():
-    unknown = "found an option that `vllm serve` does not have"
-    transfer = f"--kv-transfer-config '{whole()}'"
-    assert of_line(f"vllm serve m {transfer} --max-model-length 9") == [
-        f"--max-model-length: {unknown}; did you mean --max-model-len?"
-    ]
-    assert of_line(f"{transfer} --frob=1") == [f"--frob: {unknown}"]
-    # The control: what vLLM takes, what is another program's, and what shows no server.
-    around = "docker run --gpus all vllm serve m --max_model_len 9", "&\ncurl --fail http://x"
-    assert of_line(f"{around[0]} {transfer} {around[1]}") == []
-    assert of_line(f"vllm serve {transfer} --no-max-model-l") == [], "an abbreviation"
-    (note,) = of_line(f"docker run --gpus all image {transfer}")
-    assert "were not checked" in note
-
-
-def test_without_vllm_it_is_said_that_options_were_not_checked(monkeypatch):
-    monkeypatch.setattr(flags, "known", frozenset)
-    assert of_line(line("--frob")) == [
-        "its options were not checked: vLLM is not installed for this Python"
-    ]
-    assert of_line(whole()) == [], "JSON alone has none"
-
-
-def test_the_options_of_the_installed_vllm_are_known():
-    flags.known.cache_clear()
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs the vllm environment")
-    assert {"--model", "--enable-prefix-caching", "--kv-transfer-config", "--port"} <= flags.known()
-
-
-def test_a_flag_with_a_value_is_refused_as_vllm_does():
-    (found,) = [one for one in of_line(line("--enable-prefix-caching=false")) if "=false" in one]
-    assert "found a value, and vLLM takes none there" in found
-    assert judged(line("--enable-prefix-caching=false")) != judged(line())
 
 
 # --- scripts and YAML -----------------------------------------------------------------------

@@ -319,6 +319,20 @@ def test_another_namespace_that_has_it_is_named_with_the_reason(lab):
     assert lab.explain(one).neighbours == []
 
 
+def test_of_epochs_that_have_it_one_is_named_and_a_models_name_means_none(lab):
+    """The control: another namespace without an epoch is named beside it, and makes the name ambiguous."""
+    one, name = identity_of(FULL), ("explain", "org/model", "--tokens", json.dumps(TOKENS))
+    lab.root.open_namespace(one)
+    for number in range(5):
+        lab.store(identity_of(FULL, epoch={"private": f"{number:032x}"}), TOKENS, range(10))
+    assert [n["text"].count("epoch none / private") for n in lab.explain(one).neighbours] == [1]
+    for words in (name, ("explain", *name[2:])):
+        assert one.digest16 in run(*words, root=lab.path).stdout.partition("\n")[0]
+    lab.store(identity_of(FULL, arch="sm_90"), TOKENS, range(10))
+    assert len(lab.explain(one).neighbours) == 2
+    assert "may be any of" in run(*name, root=lab.path).stderr
+
+
 # --- tokens --------------------------------------------------------------------------------
 
 

@@ -399,16 +399,11 @@ def test_much_that_is_stored_and_never_read_is_told_of(stored, loaded, limit, un
 
 
 @pytest.mark.parametrize(
-    ("asked", "failed", "siblings", "words"),
-    [
-        (0, False, 0, "never asks"),
-        (100, True, 0, "loads fail"),
-        (100, False, 2, "2 other namespaces"),
-        (100, False, 0, "prompts part at their first chunk"),
-    ],
+    ("asked", "failed", "words"),
+    [(0, False, "never asks"), (100, True, "loads fail"), (100, False, "prompts part")],
 )
 def test_the_likeliest_reason_is_said_once_and_a_producer_is_not_unhealthy(
-    root, caplog, asked, failed, siblings, words
+    root, caplog, asked, failed, words
 ):
     lookup = Lookup(StoreConfig(root=root, maintenance="off"))
     lookup.attach([RankFiles(f"{root}/{NAME}", None, {0: 4096})])
@@ -422,7 +417,7 @@ def test_the_likeliest_reason_is_said_once_and_a_producer_is_not_unhealthy(
         lookup._follow(capacity)
         assert not lookup.unread
         for sequence in (1, 2):  # told once
-            capacity.state = RootState(sequence=sequence, is_unread=True, siblings=siblings)
+            capacity.state = RootState(sequence=sequence, is_unread=True)
             lookup._follow(capacity)
     assert words in lookup.unread
     assert caplog.text.count("event=written_unread") == 1

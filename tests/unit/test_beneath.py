@@ -11,7 +11,6 @@ import outside
 import pytest
 from world import World, follow_links
 
-from fskv import _native
 from fskv.root import beneath
 from fskv.root.beneath import make_directory
 from fskv.types import Status
@@ -32,11 +31,9 @@ def root(tmp_path):
 def open_(request, tmp_path):
     """Each way to open a directory of a root, and each answer that refuses openat2."""
     if request.param == "in Python":
-        return lambda root, path: beneath._open_in_python(root, path, os.O_RDONLY)
-    if request.param == "openat2":
-        return lambda root, path: _native.open_beneath(path.encode(), len(root), os.O_RDONLY)
-    refused = f"-DREFUSED={request.param}"
-    library = ctypes.CDLL(native_build.build("beneath_walk", tmp_path, refused), use_errno=True)
+        return beneath.open_directory
+    refused = [] if request.param == "openat2" else [f"-DREFUSED={request.param}"]
+    library = ctypes.CDLL(native_build.build("beneath_walk", tmp_path, *refused), use_errno=True)
     call = library.open_beneath
     call.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 

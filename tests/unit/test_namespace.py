@@ -70,6 +70,7 @@ OTHER = {
     "tenant": "blue",
     "model_runner": "v2",
     "extra": {"kernel": "x"},
+    "epoch": {"model": {"run": "r", "version": "7"}},
 }
 
 OTHER_GROUP = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import resource
-import struct
 import threading
 import time
 import tracemalloc
@@ -22,7 +20,7 @@ from hypothesis import strategies as st
 from test_jobs import DEADLINE, POISON, Bench
 from world import World, damage, leaves_nothing_open, make_identity, returns_in_time, wait_for
 
-from fskv import _native, namespace
+from fskv import _native
 from fskv.data_path.job import NativeEvent, State
 from fskv.data_path.transports import host
 from fskv.data_path.transports.cuda import flat_bytes
@@ -127,65 +125,56 @@ def test_a_table_of_another_type_is_refused():
 
 
 NAME = b"0123456789abcdef" * 2
-FILES = {0: ((0, b".g0.kv", 7),)}
+FILES = ((b".g0.kv", 7), (b".g1.kv", 7))
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"missed": b""}, ValueError),
-        ({"missed": b"\0\0"}, ValueError),
-        ({"missed": "0"}, TypeError),
+        ({"directory": "/nowhere"}, TypeError),
+        ({"directory": b"/x\0y"}, ValueError),
         ({"names": NAME[1:]}, ValueError),
         ({"names": NAME + b"0"}, ValueError),
         ({"names": NAME.decode()}, TypeError),
-        ({"names": bytearray(NAME)}, TypeError),
-        ({"groups": (1,)}, KeyError),
-        ({"groups": (0, 0)}, ValueError),
-        ({"groups": [0]}, TypeError),  # a list may change meanwhile
-        ({"groups": ("0",)}, TypeError),
-        ({"groups": (2**70,)}, OverflowError),
-        ({"directories": [b"/nowhere"]}, TypeError),
-        ({"directories": ("/nowhere",)}, ValueError),
-        ({"directories": (b"/x\0y",)}, ValueError),
-        ({"directories": ()}, ValueError),
-        ({"files": {}}, KeyError),
-        ({"files": {0: ()}}, ValueError),
-        ({"files": {0: [(0, b".kv", 1)]}}, ValueError),
-        ({"files": {0: ([0, b".kv", 1],)}}, ValueError),
-        ({"files": {0: ((0, b".kv"),)}}, TypeError),
-        ({"files": {0: ((0, ".kv", 1),)}}, ValueError),
-        ({"files": {0: ((1, b".kv", 1),)}}, ValueError),
-        ({"files": {0: ((-1, b".kv", 1),)}}, ValueError),
-        ({"files": {0: ((0, b".k\0v", 1),)}}, ValueError),
-        ({"files": {0: ((0, b".kv", 2**70),)}}, OverflowError),
-        ({"files": {"0": ((0, b".kv", 1),)}}, TypeError),
-        ({"files": [FILES]}, TypeError),
+        ({"names": bytearray(NAME)}, TypeError),  # it may change meanwhile
+        ({"groups": b"\2"}, ValueError),
+        ({"groups": b"\0\0"}, ValueError),
+        ({"groups": (0,)}, TypeError),
+        ({"missed": b""}, ValueError),
+        ({"missed": b"\0\0"}, ValueError),
+        ({"missed": "0"}, TypeError),
+        ({"files": ()}, ValueError),
+        ({"files": [*FILES]}, TypeError),
+        ({"files": ([b".kv", 1], FILES[0])}, TypeError),
+        ({"files": ((b".kv",), FILES[0])}, TypeError),
+        ({"files": ((".kv", 1), FILES[0])}, TypeError),
+        ({"files": ((b".k\0v", 1), FILES[0])}, ValueError),
+        ({"files": ((b".kv", 2**70), FILES[0])}, OverflowError),
+        ({"num_ranks": 0}, ValueError),
+        ({"num_ranks": -1}, ValueError),
+        ({"num_ranks": 3}, ValueError),
+        ({"groups": b"\1", "num_ranks": 2}, ValueError),
     ],
 )
 def test_a_probe_with_other_arguments_is_refused(changes, error):
     """Negative control: without a change it is an answer."""
-    good = {"names": NAME, "groups": (0,), "missed": b"\0", "directories": (b"/nowhere",)}
-    good["files"] = FILES
+    good = {"directory": b"/nowhere", "names": NAME, "groups": b"\1", "missed": b"\0"}
+    good |= {"files": FILES, "num_ranks": 1}
     assert _native.probe_chunks(*good.values())[:3] == (b"\0", 0, 0)
     with pytest.raises(error):
         _native.probe_chunks(*(good | changes).values())
 
 
 def test_probes_leak_neither_memory_nor_files(tmp_path):
-    chunks = NAME * 50, tuple(n % 2 for n in range(50))
-    places = (os.fsencode(tmp_path),)
-    files = {g: ((0, b".g%d.kv" % g, 7),) * 3 for g in range(2)}
+    chunks = os.fsencode(tmp_path), NAME * 50, bytes([0, 1] * 25), bytes([0, 1] * 25)
+    files = tuple((b".g%d.kv" % g, 7) for g in range(2) for _ in range(3))
 
     def look(times):
         for _ in range(times):
-            _native.probe_chunks(*chunks, bytes([0, 1] * 25), places, files)
-            for wrong in ({0: files[0]}, {0: files[0], 1: ()}):
-                with contextlib.suppress(KeyError, ValueError):
-                    _native.probe_chunks(*chunks, bytes(50), places, wrong)
-            _native.list_shard(os.fsencode(tmp_path))
-            with contextlib.suppress(OSError):
-                _native.list_shard(b"/nowhere")
+            _native.probe_chunks(*chunks, files, 3)
+            for wrong in (files[:3], (*files[:5], (b"\0", 7))):
+                with contextlib.suppress(ValueError):
+                    _native.probe_chunks(*chunks, wrong, 3)
 
     with leaves_nothing_open():
         look(10)
@@ -195,70 +184,6 @@ def test_probes_leak_neither_memory_nor_files(tmp_path):
         used = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
     assert used < 20_000  # 300 times one object of a call would be more
-
-
-# --- listing a shard ------------------------------------------------------------------------------
-
-RECORD = struct.Struct("<16sIIqQ")
-DIGITS = "5db" + "e6da63de3a8ac060fc86b912758d4"
-
-
-def list_shard(path):
-    records, others = _native.list_shard(os.fsencode(path))
-    return sorted(RECORD.iter_unpack(records)), sorted(others)
-
-
-@pytest.fixture
-def shard(tmp_path):
-    path = tmp_path / "chunks" / DIGITS[:3]
-    path.mkdir(parents=True)
-    return path
-
-
-def test_many_chunks_and_others_are_all_listed_once(shard):
-    source = random.Random(2)
-    digests = {bytes.fromhex(f"{DIGITS[:3]}{source.getrandbits(116):029x}") for _ in range(3000)}
-    for digest in digests:
-        (shard / f"{digest.hex()}.g1.kv").touch()
-    names = {f"node-{n}-abcdef01-{'x' * (n % 200)}.part" for n in range(300)}
-    for name in names:
-        (shard / name).touch()
-    records, others = list_shard(shard)
-    assert [record[0] for record in records] == sorted(digests)
-    assert others == sorted(b"f" + name.encode() for name in names)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.from_regex(r"\A5db[0-9a-f]{27,30}\.(g|r)[0-9]{0,7}(\.r[0-9]{0,7})?\.kv\Z"))
-def test_a_record_is_made_of_what_python_would_parse(tmp_path_factory, name):
-    shard = tmp_path_factory.mktemp("shards") / DIGITS[:3]
-    shard.mkdir()
-    (shard / name).touch()
-    parsed = namespace.parse_chunk_path(f"chunks/{DIGITS[:3]}/{name}")
-    records, others = list_shard(shard)
-    if parsed is None:
-        assert (records, others) == ([], [b"f" + name.encode()])
-    else:
-        rank = 0 if parsed.rank is None else parsed.rank + 1
-        assert others == []
-        assert [record[:3] for record in records] == [
-            (bytes.fromhex(parsed.name), parsed.group_idx, rank)
-        ]
-
-
-def test_a_shard_that_cannot_be_listed_is_an_error_that_names_it(shard):
-    (shard / "file").touch()
-    for path, error in [
-        (shard / "no", FileNotFoundError),
-        (shard / "file", NotADirectoryError),
-    ]:
-        with pytest.raises(error) as caught:
-            _native.list_shard(os.fsencode(path))
-        assert os.fsdecode(caught.value.filename) == str(path)
-    with pytest.raises(ValueError):
-        _native.list_shard(b"a\0b")
-    with pytest.raises(TypeError):
-        _native.list_shard(str(shard))
 
 
 # --- one chunk ------------------------------------------------------------------------------------

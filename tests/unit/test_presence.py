@@ -714,21 +714,19 @@ SHARDS = ("there", "there", "there", "there", "absent", "file", "link", "loop")
 
 
 class Tree:
-    """Random namespaces, one for each rank or one for all, with damaged entries of every kind."""
+    """A random namespace with damaged entries of every kind."""
 
-    def __init__(self, directory, source, *, num_ranks, shared):
+    def __init__(self, root, source, *, num_ranks):
         self.source = source
         self.nbytes = {0: 7, 3: 4096}
         self.keys = [
             (source.randbytes(source.choice([1, 8, 16, 32, 33, 200, 255, 300])), group)
             for group in source.choices([0, 3], k=40)
         ]
-        roots = [directory / ("all" if shared else f"{rank}") for rank in range(num_ranks)]
-        for root in dict.fromkeys(roots):
-            (root / "chunks").mkdir(parents=True)
+        (root / "chunks").mkdir()
         self.ranks = [
             RankFiles(str(root), rank if num_ranks > 1 else None, self.nbytes)
-            for rank, root in enumerate(roots)
+            for rank in range(num_ranks)
         ]
         self.good = set()
         for key, group in self.keys:
@@ -783,7 +781,7 @@ def outcome(ranks, keys, missed_before):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_chunk_is_there_only_if_every_ranks_file_has_its_size(tmp_path, seed):
     source = random.Random(seed)
-    tree = Tree(tmp_path, source, num_ranks=source.choice([1, 1, 2, 5]), shared=seed % 3 > 0)
+    tree = Tree(tmp_path, source, num_ranks=source.choice([1, 1, 2, 5]))
     missed = bytes(source.choices([0, 1], k=len(tree.keys)))
     found = outcome(tree.ranks, tree.keys, missed)
     assert found == [key in tree.good for key in tree.keys]

@@ -13,6 +13,7 @@ from fskv.bounds import evict
 from fskv.bounds.evict import Need
 from fskv.index import scan
 from fskv.index.snapshot import Catalogue
+from fskv.root.filesystem import clamp_mtime
 
 NS = 1_000_000_000
 
@@ -111,7 +112,7 @@ def test_the_files_of_all_ranks_go_together_when_the_last_used_of_them_is_due(na
 def test_a_file_of_the_future_goes_first_and_stops_nothing(namespace, monkeypatch, believed):
     """In the control it is as if it were used all the time, and never goes."""
     if believed:
-        monkeypatch.setattr(scan, "FUTURE_NS", 1 << 63)
+        monkeypatch.setattr(scan, "clamp_mtime", lambda mtime_ns, _: clamp_mtime(mtime_ns, 0))
     future = write_chunk(namespace, 100)
     others = [write_chunk(namespace, n, mtime_ns=(n + 1) * NS) for n in range(3)]
     hour = write_chunk(namespace, 200, mtime_ns=time.time_ns() + 3600 * NS)

@@ -437,6 +437,8 @@ def test_the_start_says_why_prompts_will_miss(path):
     assert said().endswith(", the nearest of another differs in: model_name, weights")
     root.open_namespace(identity(weights="named:other", tenant="t", model_dtype="float64"))
     root.open_namespace(identity(hash_seed="PYTHONHASHSEED=7"))
+    for number in range(20):
+        root.open_namespace(identity(epoch={"private": f"{number:032x}"}))
     nearest = "2 others of this model here, the nearest differs in: hash_seed"
     assert said() == f"new namespace, nothing is stored in it yet; {nearest}"
     odd = path / own.arch
@@ -445,6 +447,8 @@ def test_the_start_says_why_prompts_will_miss(path):
     (odd / "y@0000000000000000").write_text("a file")
     (pathlib.Path(space.path) / "chunks" / "abc").mkdir()
     assert said() == nearest, "the control: it is not new any more"
+    own = identity(epoch={"private": "f" * 32})
+    assert said() == f"new namespace, nothing is stored in it yet; {nearest}"
 
 
 def test_a_namespace_that_nobody_is_beside_needs_no_word(path):

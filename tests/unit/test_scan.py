@@ -101,16 +101,6 @@ def test_a_walk_finds_the_chunks_and_nothing_else_in_any_litter(namespace, seed,
             info = os.lstat(f"{namespace}/chunks/{shard.idx:03x}/{file_name(record)}")
             assert record["mtime_ns"] == info.st_mtime_ns
             assert record["nbytes"] == (info.st_blocks * 512 or info.st_size)
-    # The same in Python, with no extension built.
-    monkeypatch.setattr(scan, "_list_in_c", None)
-    again = walk_all(namespace)
-    assert [s.idx for s in again] == [s.idx for s in shards]
-    for ours, theirs in zip(shards, again, strict=True):
-        assert sorted(r.tobytes() for r in ours.records) == sorted(
-            r.tobytes() for r in theirs.records
-        )
-        assert sorted(p.path for p in ours.parts) == sorted(p.path for p in theirs.parts)
-        assert ours.num_foreign == theirs.num_foreign
 
 
 def test_a_file_in_the_place_of_a_directory_of_chunks_is_foreign_and_no_error(namespace):
@@ -131,15 +121,14 @@ def test_a_directory_that_cannot_be_listed_is_reported_and_the_others_are_found(
     paths = [write_chunk(namespace, number) for number in range(20)]
     bad = os.path.dirname(paths[0])
     hidden = {p for p in paths if os.path.dirname(p) == bad}
-    for lister in ("_list_in_c", "_list_in_python"):
-        real = getattr(scan, lister)
+    real = scan._listed
 
-        def fail(path, *rest, real=real):
-            if os.fsdecode(path) == bad:
-                raise PermissionError(13, "denied", bad)
-            return real(path, *rest)
+    def fail(path, *rest):
+        if path == bad:
+            raise PermissionError(13, "denied", bad)
+        return real(path, *rest)
 
-        monkeypatch.setattr(scan, lister, fail)
+    monkeypatch.setattr(scan, "_listed", fail)
     shards = walk_all(namespace)
     assert found(shards) == sorted(os.path.basename(p) for p in paths if p not in hidden)
     (failed,) = [shard for shard in shards if shard.error]
@@ -234,13 +223,6 @@ def test_a_directory_of_the_future_is_listed_each_time(namespace, ahead_s):
     assert catalogue.num_files == 1 + (ahead_s > 0)
 
 
-@pytest.fixture(params=["C", "Python"])
-def lister(request, monkeypatch):
-    if request.param == "Python":
-        monkeypatch.setattr(scan, "_list_in_c", None)
-
-
-@pytest.mark.usefixtures("lister")
 def test_what_is_behind_a_linked_directory_is_foreign(namespace, tmp_path):
     """With its control: the same directory in its place is ours."""
     path = write_chunk(namespace, "abc" + "0" * 29)
@@ -291,7 +273,6 @@ def test_directories_and_files_that_vanish_meanwhile_are_no_errors(namespace, mo
 NS = 1_000_000_000
 
 
-@pytest.mark.usefixtures("lister")
 @pytest.mark.parametrize(
     ("seconds", "known", "unknown"),  # by the clock of `now`, and where it is not known
     [
@@ -348,7 +329,6 @@ def fill(path):
     os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-@pytest.mark.usefixtures("lister")
 @pytest.mark.parametrize("rule", [True, False])
 def test_a_young_file_counts_with_its_length_while_its_blocks_are_not_counted(
     namespace, monkeypatch, rule

@@ -41,10 +41,6 @@ _STYLES = {
 
 
 def command(
-    directory: Annotated[
-        str | None,
-        typer.Argument(metavar="DIR", help="The same as --root.", show_default=False),
-    ] = None,
     root: Annotated[
         str | None,
         root_option("The cache root, or a directory to become one. Default: none."),
@@ -71,16 +67,12 @@ def command(
     outside of roots, nor for engines that only load. A mount that hangs is a finding. Exit code 1 if there is
     a problem, else 0.
     """
-    if directory is not None and config is not None:
-        raise UsageError("DIR, --config: found both, expected one of them")
-    if directory is not None and root not in (None, directory, os.environ.get("FSKV_ROOT")):
-        raise UsageError("DIR, --root: found both, expected one of them")
-    if "" in (directory, root):
+    if root == "":
         raise UsageError("--root: found nothing, expected the directory of a cache root")
     found, configured = ([], []) if config is None else read(config)
     stores: dict[str, list[StoreConfig]] = {}
-    if config is None and (path := directory or root):
-        stores[os.path.abspath(path)] = []
+    if config is None and root:
+        stores[os.path.abspath(root)] = []
     for store in configured:
         stores.setdefault(store.root, []).append(store)
     found += of_machine()

@@ -13,7 +13,7 @@ from fskv.index.tally import Count
 
 from ..exits import outcome
 from ..options import JsonOption, NamespaceArgument, RootOption
-from ..root_view import RootView
+from ..root_view import Namespace, RootView, lines
 from ..terminal import (
     age_option,
     ago,
@@ -41,6 +41,7 @@ LINES = {
     "use": {
         "by": "`namespace`, `tenant` or `group`",
         "namespace": "ARCH/MODEL@DIGEST if `by` is `namespace`, else null",
+        "epoch": "of the namespace, as in its namespace.json, or null",
         "tenant": "unless `by` is `group`; null for none",
         "group": "kind of KV group if `by` is `group`; `unknown` without a good identity",
         **_COUNTS,
@@ -92,11 +93,7 @@ class By(StrEnum):
 
 def _key(by: By, usage: NamespaceUsage, group: int) -> Key:
     one = usage.namespace
-    return {
-        By.NAMESPACE: (one.id, one.tenant, None),
-        By.TENANT: (None, one.tenant, None),
-        By.GROUP: (None, None, usage.kind(group)),
-    }[by]
+    return {By.NAMESPACE: one, By.TENANT: one.tenant, By.GROUP: usage.kind(group)}[by]
 
 
 def command(
@@ -169,10 +166,13 @@ def _line(name: str, text: str) -> None:
 
 
 def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
-    named = [(next((text for text in key if text), "-"), count) for key, count in rows.items()]
-    if len(rows) > 1 and by is By.NAMESPACE:
-        damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
-        named.append((many(len(rows), "namespace") + damaged, usage.total))
+    named = [(str(key or "-"), count) for key, count in rows.items()]
+    if by is By.NAMESPACE:
+        folded = lines(key for key in rows if isinstance(key, Namespace)).items()
+        named = [(name, Count.of(rows[one] for one in spaces)) for name, spaces in folded]
+        if len(rows) > 1:
+            damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
+            named.append((many(len(rows), "namespace") + damaged, usage.total))
     numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
     if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
         for name, count in named:
@@ -226,8 +226,11 @@ def _counts(count: Count, ages: list[str]) -> dict[str, object]:
 
 def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        for (namespace, tenant, group), count in rows.items():
-            names = {"namespace": namespace, "tenant": tenant, "group": group}
+        for key, count in rows.items():
+            where = key if isinstance(key, Namespace) else None
+            names = {"namespace": where and where.id, "epoch": where and where.epoch}
+            names |= {"tenant": key if by is By.TENANT else where and where.tenant}
+            names |= {"group": key if by is By.GROUP else None}
             emit("use", by=by.value, **names, **_counts(count, usage.ages))
     for one in usage.namespaces:
         emit(

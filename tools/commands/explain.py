@@ -131,6 +131,7 @@ def command(
 def _namespace(view: RootView, name: str | None) -> tuple[Namespace, Identity]:
     """Return the namespace that is meant, with its identity."""
     found = [view.namespace(name)] if name else view.namespaces()
+    found = [one for one in found if one.epoch is None] or found
     readable = [(one, one.identity) for one in found if one.identity is not None]
     if len(readable) > 1:
         names = ", ".join(one.id for one, _ in readable[:_MAX_NAMED])

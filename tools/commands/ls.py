@@ -14,7 +14,16 @@ import typer
 
 from ..exits import UsageError, outcome
 from ..options import JsonOption, NamespaceArgument, QuietOption, RootOption
-from ..root_view import ChunkFile, Namespace, RootView, Unlistable, chunk_files, num_chunks
+from ..root_view import (
+    ChunkFile,
+    Namespace,
+    RootView,
+    Sums,
+    Unlistable,
+    by_line,
+    chunk_files,
+    num_chunks,
+)
 from ..terminal import (
     age_option,
     columns,
@@ -38,6 +47,7 @@ LINES = {
         "model": "its name in the directory",
         "digest": "16 hex digits",
         "tenant": "text or null",
+        "epoch": "as in its namespace.json, or null",
         "path": "its directory",
         "chunks": "chunks; the files of all ranks are one",
         "files": "chunk files",
@@ -70,7 +80,7 @@ class Sort(StrEnum):
     USED = "used"
 
 
-_Listed = TypeVar("_Listed", "_Row", ChunkFile)
+_Listed = TypeVar("_Listed", Sums, ChunkFile)
 
 
 class Form(StrEnum):
@@ -80,30 +90,6 @@ class Form(StrEnum):
     JSON = "--json"
     IDS = "--quiet"
     PATHS = "--path"
-
-
-@dataclass(slots=True)
-class _Row:
-    """A namespace, with its counts."""
-
-    namespace: Namespace
-    chunks: int = 0
-    files: int = 0
-    nbytes: int = 0
-    last_used_ns: int | None = None
-    unlistable: int = 0
-
-    @property
-    def id(self) -> str:
-        return self.namespace.id
-
-    @property
-    def path(self) -> str:
-        return self.namespace.path
-
-    @property
-    def mtime_ns(self) -> int:
-        return self.last_used_ns or 0
 
 
 def command(
@@ -148,12 +134,14 @@ def command(
     counts_files = before_ns is not None or sort in (Sort.SIZE, Sort.USED)
     total = _Total()
     if chunks:
-        _show_chunks(total, query.pick(total.chunk_files(spaces)), form)
+        _show_chunks(total, query.pick(query.unused(total.chunk_files(spaces))), form)
     elif form in (Form.IDS, Form.PATHS) and not counts_files:
-        _show_names(query.pick(map(_Row, spaces)), form)
+        _show_names(query.pick(map(Sums, spaces)), form)
     else:
         fresh = fresh or before_ns is not None
-        _show_namespaces(total, query.pick(total.counted(spaces, fresh=fresh)), form)
+        counted = query.unused(total.counted(spaces, fresh=fresh))
+        rows = by_line(counted) if form is Form.TABLE else counted
+        _show_namespaces(total, query.pick(rows), form)
     problems = 0
     for one in spaces:
         if one.problem is not None:
@@ -183,15 +171,17 @@ class _Query:
     before_ns: int | None  # only what was used last before
     reverse: bool
 
+    def unused(self, found: Iterable[_Listed]) -> Iterable[_Listed]:
+        before_ns = self.before_ns
+        return (one for one in found if before_ns is None or one.mtime_ns <= before_ns)
+
     def pick(self, found: Iterable[_Listed]) -> Iterable[_Listed]:
-        """Filter, sort and limit; with a limit no more than that is held at any time."""
+        """Sort and limit; with a limit no more than that is held at any time."""
 
         def key(one: _Listed) -> tuple[int, str]:
             first = {Sort.SIZE: -one.nbytes, Sort.USED: one.mtime_ns}
             return first.get(self.sort, 0) if self.sort else 0, one.id
 
-        if (before_ns := self.before_ns) is not None:
-            found = (one for one in found if one.mtime_ns <= before_ns)
         if self.sort is None:
             return itertools.islice(found, self.limit)
         if self.limit is None:
@@ -213,31 +203,31 @@ class _Total:
             for shard in one.listed(self):
                 yield from chunk_files(one, shard.records)
 
-    def counted(self, spaces: list[Namespace], *, fresh: bool) -> Iterator[_Row]:
+    def counted(self, spaces: list[Namespace], *, fresh: bool) -> Iterator[Sums]:
         for one in spaces:
             try:
                 catalogue, failed = one.catalogue(fresh=fresh)
             except OSError as error:
                 say(str(Unlistable(one.path, error.strerror or str(error))))
                 self.unlistable += 1
-                yield _Row(one, unlistable=1)
+                yield Sums(one, unlistable=1)
                 continue
             for shard in failed:
                 say(str(Unlistable.of(one, shard)))
             self.unlistable += len(failed)
-            row = _Row(one, 0, catalogue.num_files, catalogue.nbytes, None, len(failed))
+            row = Sums(one, catalogue.num_files, catalogue.nbytes, None, len(failed))
             for _, records in catalogue.shards():
                 row.chunks += num_chunks(records)
                 row.last_used_ns = max(row.mtime_ns, int(records["mtime_ns"].max()))
             yield row
 
 
-def _show_names(found: Iterable[_Row | ChunkFile], form: Form) -> None:
+def _show_names(found: Iterable[Sums | ChunkFile], form: Form) -> None:
     for one in found:
         print(show(one.id if form is Form.IDS else one.path))
 
 
-def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
+def _show_namespaces(total: _Total, found: Iterable[Sums], form: Form) -> None:
     rows = list(found)
     total.chunks = sum(row.chunks for row in rows)
     total.files = sum(row.files for row in rows)
@@ -251,6 +241,7 @@ def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
                 model=row.namespace.model,
                 digest=row.namespace.digest16,
                 tenant=row.namespace.tenant,
+                epoch=row.namespace.epoch,
                 path=row.path,
                 chunks=row.chunks,
                 files=row.files,
@@ -267,14 +258,14 @@ def _show_namespaces(total: _Total, found: Iterable[_Row], form: Form) -> None:
         say("found no namespace")
 
 
-def _print_namespaces(rows: list[_Row], total: _Total) -> None:
+def _print_namespaces(rows: list[Sums], total: _Total) -> None:
     narrow = is_narrow()  # a tenant stands below its namespace then
     tenants = not narrow and any(row.namespace.tenant for row in rows)
     columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, "CHUNKS", "SIZE", "LAST USED"]
     table = new_table(*columns, right=("CHUNKS", "SIZE"))
     for row in rows:
         one = row.namespace
-        cells = [one.arch, one.name, *[one.tenant or "-"] * tenants]
+        cells = [one.arch, row.name.removeprefix(f"{one.arch}/"), *[one.tenant or "-"] * tenants]
         cells += [f"{row.chunks:,}", iec(row.nbytes), last_use(row.last_used_ns)]
         shown = list(map(plain, cells))
         if narrow and one.tenant:
@@ -283,7 +274,8 @@ def _print_namespaces(rows: list[_Row], total: _Total) -> None:
     if len(rows) > 1:
         table.add_section()
         damaged = sum(row.namespace.problem is not None for row in rows)
-        name = many(len(rows), "namespace") + f", {damaged:,} damaged" * bool(damaged)
+        name = many(sum(row.number for row in rows), "namespace")
+        name += f", {damaged:,} damaged" * bool(damaged)
         cells = ["", name, *[""] * tenants]
         table.add_row(*map(plain, [*cells, f"{total.chunks:,}", iec(total.nbytes), ""]))
     print_table(table)

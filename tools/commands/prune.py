@@ -25,7 +25,7 @@ from ..interrupt import Stop, stopped_by_signals
 from ..neighbours import clock_ns, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
-from ..root_view import Namespace, RootView
+from ..root_view import Namespace, RootView, lines
 from ..terminal import (
     age_option,
     confirm,
@@ -290,19 +290,30 @@ class _Prune:
         """Print the plan; returns files and bytes."""
         numbers = ("FILES", "SIZE")
         table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
-        for one, part in found:
-            uses = dict.fromkeys((last_use(part.oldest_ns), last_use(part.newest_ns)))
-            cells = [one.arch, one.name, f"{part.num_files:,}", iec(part.nbytes)]
-            table.add_row(*map(plain, [*cells, " to ".join(uses)]))
-            if self.as_json:
-                emit(
-                    "plan",
-                    namespace=one.id,
-                    files=part.num_files,
-                    nbytes=part.nbytes,
-                    oldest_use=rfc3339(part.oldest_ns),
-                    newest_use=rfc3339(part.newest_ns),
-                )
+        for one, part in found if self.as_json else ():
+            emit(
+                "plan",
+                namespace=one.id,
+                files=part.num_files,
+                nbytes=part.nbytes,
+                oldest_use=rfc3339(part.oldest_ns),
+                newest_use=rfc3339(part.newest_ns),
+            )
+        parts = dict(found)
+        for name, spaces in lines(parts).items():
+            going, arch = [parts[one] for one in spaces], spaces[0].arch
+            oldest, newest = (
+                min(one.oldest_ns for one in going),
+                max(one.newest_ns for one in going),
+            )
+            uses = dict.fromkeys((last_use(oldest), last_use(newest)))
+            cells = [
+                arch,
+                name.removeprefix(f"{arch}/"),
+                f"{sum(one.num_files for one in going):,}",
+            ]
+            cells += [iec(sum(one.nbytes for one in going)), " to ".join(uses)]
+            table.add_row(*map(plain, cells))
         if found and not self.as_json:
             print_table(table)
             every = f"uses are recorded every {MAX_TOUCH_INTERVAL_S // 60} min"

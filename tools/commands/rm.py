@@ -32,7 +32,7 @@ from ..interrupt import Stop, stopped_by_signals
 from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Plan
-from ..root_view import Namespace, RootView
+from ..root_view import Namespace, RootView, lines
 from ..terminal import confirm, emit, iec, many, say, show, tell, tell_failure, walk_progress
 
 LINES = {
@@ -102,12 +102,8 @@ def command(
     now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
     in_use = {beat.namespace for beat in living_heartbeats(view.path, now_ns)}
     plan.look()
-    for one, known in plan.catalogues.items():
-        is_busy = one.id in in_use
-        text = f"{one.id}: {many(known.num_files, 'file')}, {iec(known.nbytes)}"
-        text += "  (a living engine writes to it)" * is_busy
-        facts = {"files": known.num_files, "nbytes": known.nbytes, "in_use": is_busy}
-        tell("plan", text, as_json=as_json, namespace=one.id, **facts)
+    for name, spaces in lines(plan.catalogues).items():
+        _tell(name, {one: plan.catalogues[one] for one in spaces}, in_use, as_json=as_json)
     busy = [] if force else [one.id for one in plan.catalogues if one.id in in_use]
     refusal = f"{', '.join(busy)}: a living engine writes to it; stop it first, or give --force"
     files, nbytes = sum(known.num_files for known in plan.catalogues.values()), plan.nbytes
@@ -142,6 +138,21 @@ def command(
     stop.end()
     if foreign or failed or plan.unlistable:
         raise typer.Exit(Exit.PARTIAL)
+
+
+def _tell(
+    name: str, going: dict[Namespace, Catalogue], in_use: set[str | None], *, as_json: bool
+) -> None:
+    """Print a line of the plan."""
+    busy = {one.id for one in going if one.id in in_use}
+    if as_json:
+        for one, known in going.items():
+            facts = {"files": known.num_files, "nbytes": known.nbytes, "in_use": one.id in busy}
+            emit("plan", namespace=one.id, **facts)
+        return
+    files = sum(known.num_files for known in going.values())
+    text = f"{name}: {many(files, 'file')}, {iec(sum(known.nbytes for known in going.values()))}"
+    print(show(text + "  (a living engine writes to it)" * bool(busy)))
 
 
 def _nbytes(tally: Tally) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +15,8 @@ from fskv.kv_transfer.line import judge, wrong_fields
 from fskv.kv_transfer.multi import roles_of, stores_of
 
 from ..terminal import show
-from . import flags
-from .finding import Finding, Level, note, ok, problem
-from .serve_line import OPTION, Given, is_flag, parse
+from .finding import Finding, Level, ok, problem
+from .serve_line import OPTION, Given, parse
 
 _NOT_STARTED = "an engine with it does not start: docs/options.md has the options"
 _OF_OPTION = re.compile(r"option '([^']+)': ")
@@ -62,26 +60,7 @@ def _judged(given: Given) -> tuple[list[Finding], list[StoreConfig]]:
         for role in roles_of(transfer) or {None}
         for row, sentence in judge({**settings, "kv_role": role}, store)
     ]
-    findings += _of_line(given.options)
     return findings, [store for store in stores if store.root != _ANY_ROOT]
-
-
-def _of_line(options: tuple[str, ...] | None) -> Iterator[Finding]:
-    """Judge the options of a server by their names, as far as those are known."""
-    if options is None:
-        yield note("line", "its options were not checked: no `vllm serve` is in it")
-        return
-    for word in options:
-        name, equals, _ = word.partition("=")
-        if equals and is_flag(name):
-            how = f"write --no-{name.removeprefix('--')} to turn it off"
-            yield problem("line", f"{word}: found a value, and vLLM takes none there", how)
-    if options and not flags.known():
-        yield note("line", "its options were not checked: vLLM is not installed for this Python")
-    elif options:
-        names = dict.fromkeys(re.split("[=.]", word)[0] for word in options)
-        for sentence in flags.unknown(names):
-            yield problem("line", sentence, "an engine with it does not start")
 
 
 def _wrong_options(transfer: dict[str, Any]) -> tuple[list[str], list[StoreConfig]]:

@@ -118,11 +118,14 @@ def namespaces(subject: Subject) -> Iterator[Finding]:
         text = f"{len(found)} besides those in what cannot be listed: {names}"
         yield problem("namespaces", text, _AS_ENGINES)
     else:
-        yield (ok if found else note)("namespaces", many(len(found), "namespace"))
+        epochs = sum(one.epoch is not None for one in found)
+        text = many(len(found), "namespace") + f", {epochs:,} of them epochs" * bool(epochs)
+        yield (ok if found else note)("namespaces", text)
     alike: dict[tuple[str, str], list[Namespace]] = defaultdict(list)
     for one in found:
         if one.problem is None:
-            alike[one.arch, one.model].append(one)
+            if one.epoch is None:  # epochs are meant to differ
+                alike[one.arch, one.model].append(one)
             continue
         advice = "no engine can use it; `fskv rm` it, it is a cache"
         if _NO_PERMISSION in one.problem:

@@ -36,7 +36,6 @@ _KNOWN = {name.replace("_", "").lower(): name for name in SETTINGS}  # as charts
 _DEFAULTS = {"shutdown_timeout": 0}  # of vLLM, for a server
 _FLAGS = {name for name in SETTINGS if name.startswith(("enable_", "calculate_"))}
 _SEPARATORS = "&|;\n"
-_SERVER = r"serve|.*\bapi_server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Given:
 
     transfer: Any
     settings: dict[str, Any] = field(default_factory=dict)  # by the names of fskv.kv_transfer.line
-    options: tuple[str, ...] | None = ()  # words with the server's options; None: it shows nowhere
     where: str = ""  # in a file with several
 
 
@@ -64,7 +62,7 @@ def parse(given: str) -> list[Given]:
             return [Given(parse_json(text.encode()))]
         servers = list(_of_yaml(text) if is_yaml else [("", _of_line(text))])
         found = [
-            Given(_transfer(options[_TRANSFER]), _settings(options), options.get(""), at)
+            Given(_transfer(options[_TRANSFER]), _settings(options), at)
             for at, options in servers
             if options.get(_TRANSFER) is not None
         ]
@@ -88,11 +86,6 @@ def _bare(option: str) -> str:
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     return _DEFAULTS | {name: value for name, value in options.items() if name in SETTINGS}
-
-
-def is_flag(option: str) -> bool:
-    """Return whether an option that the doctor judges is a flag, without a value."""
-    return _bare(option) in _FLAGS
 
 
 def _transfer(value: Any) -> Any:
@@ -139,14 +132,13 @@ def _written_out(node: Any, known: dict[int, int]) -> int:
 
 
 def _servers(node: Any, at: str, above: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each server's options in a tree, those above it too; key "" has the server's own words."""
+    """Yield each server's options in a tree, those above it too."""
     if isinstance(node, dict):
         options = {re.sub("[-_]", "", str(name)).lower(): value for name, value in node.items()}
         known = {_KNOWN[name]: value for name, value in options.items() if name in _KNOWN}
         above = {**above, **known, **_plugins(node)}
         if (transfer := options.get(_TRANSFER.replace("_", ""))) is not None:
-            words = None if at else tuple(f"--{name}" for name in node)
-            yield at, {**above, _TRANSFER: transfer, "": words}
+            yield at, {**above, _TRANSFER: transfer}
         for name, value in node.items():
             if value is not transfer:
                 yield from _servers(value, f"{at}.{name}".strip("."), above)
@@ -175,14 +167,14 @@ def _plugins(node: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _of_line(line: str) -> dict[str, Any]:
-    """Return the options of a line or a script; key "" has the server's words. Raises ValueError."""
+    """Return the options of a line or a script. Raises ValueError."""
     lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     try:
         words = list(lexer)
     except ValueError as error:
         raise ValueError(f"{error}; {_EXPECTED}") from None
-    found: dict[str, Any] = {"": _of_server(words)}
+    found: dict[str, Any] = {}
     servers = 0
     for word, following in itertools.pairwise([*words, ""]):
         servers += word.rpartition("/")[2] == "vllm" and following == "serve"
@@ -201,17 +193,6 @@ def _of_line(line: str) -> dict[str, Any]:
     if servers > 1:
         raise ValueError(f"found {servers} servers, expected one `vllm serve`: give each by itself")
     return found
-
-
-def _of_server(words: list[str]) -> tuple[str, ...] | None:
-    """Return the words of a line that are a server's options; None if the line starts no known server."""
-    started = [at for at, word in enumerate(words) if re.fullmatch(_SERVER, word)]
-    if not started and not "".join(words[:1]).startswith("--"):
-        return None
-    rest = itertools.takewhile(
-        lambda word: word.strip(_SEPARATORS), words[started[0] if started else 0 :]
-    )
-    return tuple(word for word in rest if word.startswith("--"))
 
 
 def _put(tree: dict[str, Any], path: list[str], text: str) -> None:

@@ -173,9 +173,11 @@ def _room(view: RootView, report: Report) -> Iterator[str]:
 
 def _neighbours(view: RootView, report: Report, asked: Asked) -> list[Cause]:
     """Name the namespaces of the same model in which more of the prompt would hit, the most first."""
-    identity, found = report.prompt.identity, []
+    identity = report.prompt.identity
+    found: dict[str, tuple[int, Cause]] = {}
     own = namespace.directory(identity)
-    for where in [one for one in view.namespaces() if one.id != own][:_MAX_NEIGHBOURS]:
+    others = [one for one in view.namespaces() if one.id != own]
+    for where in sorted(others, key=lambda one: one.epoch is not None)[:_MAX_NEIGHBOURS]:
         if where.identity is None:
             continue
         whys = reasons(identity, where.identity)
@@ -183,7 +185,8 @@ def _neighbours(view: RootView, report: Report, asked: Asked) -> list[Cause]:
             continue  # of another model
         with contextlib.suppress(UsageError):  # its keys cannot be known, or no engine has it
             hit = hit_there(where.path, asked.prompt(where.identity))
-            if hit > report.lookup_tokens:
+            key = where.id if where.epoch is None else ""  # of epochs the best one is enough
+            if hit > found.get(key, (report.lookup_tokens,))[0]:
                 text = f"has {hit} tokens of the prompt, and is not shared: {headline(whys)}"
-                found.append(Cause(text, namespace=where.id, hit_tokens=hit))
-    return sorted(found, key=lambda one: -(one.hit_tokens or 0))[:_MAX_TOLD]
+                found[key] = hit, Cause(text, namespace=where.id, hit_tokens=hit)
+    return [cause for _, cause in sorted(found.values(), key=lambda one: -one[0])][:_MAX_TOLD]

@@ -16,6 +16,7 @@ from fskv import __version__
 from .. import survey
 from ..endpoint import Endpoint
 from ..exits import CommandError
+from ..root_view import by_line
 from ..terminal import ago, iec, many, rfc3339, show
 
 
@@ -50,6 +51,7 @@ def page(seen: survey.Survey, walk: survey.Walk, endpoints: Sequence[Endpoint] =
         seen=seen,
         at=(rfc3339(seen.at_ns) or "")[:19].replace("T", " "),
         walk=walk,
+        spaces=by_line(walk.namespaces),
         unused=[(f"{days} d", walk.unused(days * survey.DAY)) for days in (1, 7, 30)],
         last_use=figures.by_last_use(walk),
         warnings=survey.warnings(seen, walk),

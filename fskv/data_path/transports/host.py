@@ -175,9 +175,6 @@ class HostTransport:
     def new_slot(self, index: int) -> HostSlot:
         return HostSlot(index, self._arena.take())
 
-    def drop_slot(self, slot: HostSlot) -> None:
-        self._arena.give_back(slot.array)
-
     def gather(self, table: SpanTable, slot: HostSlot, base: int) -> None:
         _native.copy_spans(self._pages, table, slot.array, base, True)
 

@@ -1,4 +1,4 @@
-"""The CPUs near a PCI device: I/O threads on them do not cross the link between sockets.
+"""The CPUs near a GPU: I/O threads on them do not cross the link between sockets.
 
 Reads /sys; called at start-up and, `pin_thread`, at the start of each I/O thread. Never raises.
 """
@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 
 SYS = "/sys"
-_PCI = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.[0-7])?", re.IGNORECASE)
 
 
-def cpus_near(pci_bus_id: str, sys: str = SYS) -> frozenset[int] | None:
-    """Return this process's CPUs on the device's NUMA node; None with one node, or when not known.
-
-    `pci_bus_id` as CUDA prints it ("0000:C1:00.0", "00000000:C1:00.0").
-    """
-    match = _PCI.fullmatch(pci_bus_id.strip())
-    if match is None or len(_nodes(sys)) < 2:
+def cpus_near(pci_address: str, sys: str = SYS) -> frozenset[int] | None:
+    """Return this process's CPUs near a device ("0000:c1:00.0"); None: that is all of them, or not known."""
+    try:
+        with open(f"{sys}/bus/pci/devices/{pci_address}/local_cpulist", encoding="ascii") as file:
+            parts = [part.partition("-") for part in file.read(4096).split(",")]  # "0-3,8,10-11"
+        near = {n for first, _, last in parts for n in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):
         return None
-    address = f"{int(match[1] or '0', 16):04x}:{match[2]}:{match[3]}.0".lower()
-    node = _read(f"{sys}/bus/pci/devices/{address}/numa_node")
-    if node is None or not node.isdecimal():  # "-1": the firmware does not say
-        return None
-    text = _read(f"{sys}/devices/system/node/node{node}/cpulist")
-    if text is None:
-        return None
-    return parse_cpu_list(text) & frozenset(os.sched_getaffinity(0)) or None
+    own = os.sched_getaffinity(0)
+    return frozenset(own & near) or None if own - near else None
 
 
 def pin_thread(cpus: frozenset[int] | None) -> None:
@@ -38,7 +30,7 @@ def pin_thread(cpus: frozenset[int] | None) -> None:
             os.sched_setaffinity(0, cpus)
 
 
-def cuda_cpus(device_idx: int, sys: str = SYS) -> frozenset[int] | None:
+def cuda_cpus(device_idx: int) -> frozenset[int] | None:
     """Return the CPUs near a CUDA device, as `cpus_near`."""
     try:
         import torch
@@ -47,29 +39,4 @@ def cuda_cpus(device_idx: int, sys: str = SYS) -> frozenset[int] | None:
         domain, bus, slot = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
     except Exception:  # no CUDA, or a torch that does not say: then threads run anywhere
         return None
-    return cpus_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0", sys)
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the CPUs of the kernel's list format, such as "0-3,8,10-11"; words that are no numbers are left
-    out.
-    """
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (not last or last.isdecimal()):
-            cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
-def _nodes(sys: str) -> frozenset[int]:
-    """Return the nodes that have CPUs or memory; a machine without NUMA has one, or no such file."""
-    return parse_cpu_list(_read(f"{sys}/devices/system/node/online") or "")
-
-
-def _read(path: str) -> str | None:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(4096).strip()
-    except OSError:
-        return None
+    return cpus_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")

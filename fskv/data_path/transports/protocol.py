@@ -84,9 +84,6 @@ class Transport(Protocol[SlotT]):
 
     def new_slot(self, index: int) -> SlotT: ...
 
-    def drop_slot(self, slot: SlotT) -> None:
-        """Give a slot's memory back; it must not be in use."""
-
     def gather(self, table: SpanTable, slot: SlotT, base: int) -> None:
         """Copy KV pages, which are complete, into the slot at `base`; returns when they are no longer read.
 

@@ -60,7 +60,7 @@ from fskv.engines.vllm.quirks import (
     weight_version,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
-from fskv.engines.vllm.weights import Counts, Served
+from fskv.engines.vllm.weights import Counts, Served, parts_of
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -196,6 +196,7 @@ class FskvConnector(OffloadingConnector):
                 setup.config.weights_run,
                 fixed=setup.config.weights_fixed,
                 has_siblings=has_siblings,
+                parts=parts_of(setup.vllm_config),
             )
             self._opened: dict[int, FskvHandshake] = {}  # by rank, the last one
             self.budget = LoadBudget(self._manager)

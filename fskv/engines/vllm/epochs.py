@@ -10,11 +10,11 @@ update: before that its blocks may hold KV of other weights.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fskv.engines.vllm.weights import CHECKPOINT, DRAFT, MODEL, UPDATE, Counts, Part, Served
+from fskv.engines.vllm.weights import CHECKPOINT, MODEL, UPDATE, Counts, Part, Served
 
 if TYPE_CHECKING:
     from fskv.namespace import Json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch; pickled to the workers. A checkpoint's source is null here: each rank reads its own."""
+    """One epoch; pickled to the workers."""
 
     number: int = 0
     sources: Mapping[str, Json] = field(default_factory=dict)  # as in Identity.epoch
@@ -41,13 +41,23 @@ class Step:
 class Epochs:
     """The scheduler's side of one store. One thread."""
 
-    def __init__(self, num_ranks: int, run: str | None, *, fixed: bool, has_siblings: bool) -> None:
-        """`run` is the option `weights_run`; `fixed`: the user vouches that weights never change.
+    def __init__(
+        self,
+        num_ranks: int,
+        run: str | None,
+        *,
+        fixed: bool,
+        has_siblings: bool,
+        parts: Iterable[str] = (MODEL,),
+    ) -> None:
+        """`run` is the option `weights_run`; `parts` are those of the weights.
 
+        `fixed`: the user vouches that weights never change.
         `has_siblings`: another connector of the engine may load KV that it has kept from before an update.
         Then a prefix cache begins when the connectors were reset, too.
         """
         self._run = run
+        self._parts = {*parts}
         self._fixed = fixed
         self._has_siblings = has_siblings
         self._table: object = None  # vLLM's table of cached blocks
@@ -59,6 +69,7 @@ class Epochs:
         self._was_reset = False  # since the last step
         # A reset of the connectors that no update explains yet, with the ranks' counts then.
         self._pending: Mapping[int, Counts] | None = None
+        self._cache_at_reset = 0
         self._is_unseen = False  # nothing explained it: weights were changed behind vLLM's back
         self._accounted: Mapping[int, Counts] = dict.fromkeys(self._told, (0, 0))
         self._epoch = Epoch(changes=dict.fromkeys(self._told, 0))
@@ -80,7 +91,8 @@ class Epochs:
             method = next(one.method for one in told if not one.is_steady)
             return f"an update of the weights is under way, or failed ({method})"
         if self._pending is not None or self._is_unseen or not all(one.is_pure for one in told):
-            return "the weights may have changed, and vLLM's prefix cache was not reset since"
+            by = " with reset_connector" if self._has_siblings else ""
+            return f"the weights may have changed, and vLLM's prefix cache was not reset since{by}"
         if self._refusal[0] == self.number:
             return self._refusal[1]
         if self._opened < self.number or self._is_outdated():
@@ -109,6 +121,7 @@ class Epochs:
         self._was_reset = True
         if self._fixed:
             return
+        self._cache_at_reset = self._cache
         self._explain(counts)
         if not all(
             rank in counts and counts[rank][0] > was for rank, (was, _) in self._accounted.items()
@@ -132,6 +145,9 @@ class Epochs:
         answers = self._told.values()
         if not all(one.is_ready and one.cache == self._cache for one in answers):
             return
+        awaits_cache = self._pending is not None or self._is_unseen
+        if awaits_cache and self._cache == self._cache_at_reset:
+            return  # vLLM's own cache was not reset with the connectors'
         self._accounted = {
             rank: (one.num_changes, one.num_lost) for rank, one in self._told.items()
         }
@@ -159,7 +175,7 @@ class Epochs:
     def _begin(self) -> None:
         parts = {part for one in self._told.values() for part in one.parts} | self._names.keys()
         if self._is_unseen:
-            parts = {MODEL, DRAFT}
+            parts = self._parts
         names = {part: self._name(part) for part in sorted(parts)}
         sources: dict[str, Json] = {part: name for part, (_, name) in names.items()}
         if not sources or None in sources.values():
@@ -173,16 +189,16 @@ class Epochs:
         last = {rank: one.parts.get(part, Part()) for rank, one in self._told.items()}
         changes = {rank: one.change for rank, one in last.items()}
         was, name = self._names.get(part, (dict.fromkeys(last, 0), None))
-        alike = {(one.kind, one.step) for one in last.values()}
+        alike = {(one.kind, one.name, one.step) for one in last.values()}
         if self._is_unseen:
             return changes, None
         if changes == was:
             return changes, name
         if len(alike) > 1 or any(changes[rank] == change for rank, change in was.items()):
             return changes, None  # ranks differ
-        ((kind, step),) = alike
+        ((kind, fingerprint, step),) = alike
         if kind == CHECKPOINT:
-            return changes, {}
+            return changes, {"checkpoint": fingerprint}
         is_named = self._run is not None and self._version_step == step
         if kind == UPDATE and is_named and self._version not in (None, "default"):
             return changes, {"run": self._run, "version": self._version}

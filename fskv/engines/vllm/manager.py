@@ -295,7 +295,8 @@ class FskvManager(OffloadingManager):
         self._watch.epoch = epoch
         self.chunks.move(files)
         self._told.clear()
-        self._most_tokens |= self._most_after_update
+        for req_id, most in self._most_after_update.items():
+            self._most_tokens[req_id] = min(most, self._most_tokens.get(req_id, most))
         if self.events is not None:
             self.events.remove_all()
         path = os.path.relpath(self.workers[0].namespace_path, self.config.root)

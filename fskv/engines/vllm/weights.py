@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
+import pkgutil
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,8 +26,7 @@ from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import checkpoint_place, commit_of
 from fskv.identity.fingerprint import changed_file, checkpoint_state, weights_fingerprint
 
-if TYPE_CHECKING:
-    from fskv.namespace import Json
+logger = logging.getLogger(__name__)
 
 # A method of a worker, its runner or its models may change weights if one of these words is in its name ...
 _CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
@@ -39,13 +42,19 @@ Counts = tuple[int, int]  # calls that may have changed weights, and that took p
 PRIVATE, UPDATE, CHECKPOINT = "private", "update", "checkpoint"  # kinds of sources
 
 
+def parts_of(vllm_config: Any) -> tuple[str, ...]:
+    """Return the parts of an engine's weights."""
+    return (MODEL,) if vllm_config.speculative_config is None else (MODEL, DRAFT)
+
+
 @dataclass(frozen=True)
 class Part:
     """The last change of one part of the weights: of the model, or of the draft."""
 
     change: int = 0  # the number of the call
     kind: str = UPDATE
-    step: int = 0  # the first step with tokens after it
+    name: str = ""  # the fingerprint of a checkpoint
+    step: int = -1  # the first step with tokens after it
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,10 @@ class Weights:
         self.num_lost = 0
         self.parts: dict[str, Part] = {}
         self.method = ""
-        self.checkpoint: tuple[str, Mapping[str, Any]] | None = (
-            None  # of a reload, with its files' states
-        )
+        self._checkpoint: _Checkpoint | None = None  # of the reload under way
+        # Names of parameters: of those that some update may have changed, and of all.
+        self._loaded: set[str] = set()
+        self._all_names: set[str] = set()
         self._num_running = 0
         self._failed = False
         self._worker: Any = None
@@ -102,9 +112,12 @@ class Weights:
         if self._worker is not None:
             return
         self._worker = worker
-        extension = str(getattr(worker.vllm_config.parallel_config, "worker_extension_cls", ""))
+        extension = getattr(worker.vllm_config.parallel_config, "worker_extension_cls", "")
+        added = pkgutil.resolve_name(extension) if extension else None
         for owner in owners:
-            for name in changing_methods(type(owner), extension):
+            if isinstance(owner, torch.nn.Module):
+                self._all_names |= dict(owner.named_parameters()).keys()
+            for name in changing_methods(type(owner), added):
                 setattr(owner, name, self._noting(getattr(owner, name), name))
 
     def _noting(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -113,35 +126,80 @@ class Weights:
             with self._lock:
                 self._num_running += 1
                 is_part = self._num_running > 1
-            if not is_part:
-                self._begin(name, args, kwargs)
+            is_change = False
             try:
+                is_change = not is_part and self._begin(name, args, kwargs)
                 found = method(*args, **kwargs)
+                if name == "load_weights":
+                    self._note_loaded(found)
+                if is_change:
+                    self._end()
             except BaseException:
-                self._failed = True
-                self._tell(b"!")
+                self._fail(is_change=is_change, is_part=is_part)
                 raise
             finally:
                 with self._lock:
                     self._num_running -= 1
-            if not is_part:
-                self._failed = False
-                self._tell(b".")
             return found
 
         return noting
 
-    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note a call before it begins; returns False where it leaves the weights as they are."""
         words = _words(name)
         self.num_lost += bool(words & _LOSE_PAGES)
-        if name == "sleep" and (kwargs.get("level", args[0] if args else 1) == 1):
-            return  # the weights come back as they were
+        if name == "sleep" and kwargs.get("level", args[0] if args else 1) == 1:
+            return False
+        if name == "discard" and (kwargs.get("tags"), *args)[-1] in (("kv_cache",), ["kv_cache"]):
+            return False
+        self._count(name)
+        kind, parts = self._source(name, args, kwargs)
+        if kind != CHECKPOINT:
+            self._loaded |= self._all_names
+        for part in parts:
+            self.parts[part] = Part(self.num_changes, kind)
+        return True
+
+    def _count(self, name: str) -> None:
         self.num_changes += 1
         self.method = name
         self._tell(b"x")
-        kind, parts = self._source(name, args, kwargs)
-        for part in parts:
-            self.parts[part] = Part(self.num_changes, kind, -1)
+
+    def _end(self) -> None:
+        part = self.parts.get(MODEL)
+        if self._checkpoint is not None and part is not None and part.kind == CHECKPOINT:
+            try:
+                self.parts[MODEL] = replace(part, name=self._checkpoint.fingerprint())
+            except (ConfigError, OSError) as error:
+                logger.warning("fskv: the new weights have no name: %s", error)
+                self.parts[MODEL] = replace(part, kind=PRIVATE)
+        self._checkpoint, self._failed = None, False
+        with suppress(OSError):
+            self._tell(b".")
+
+    def _fail(self, *, is_change: bool, is_part: bool) -> None:
+        """Note that a call raised: nobody knows the weights."""
+        self._failed = True
+        self._loaded |= self._all_names
+        if not (is_change or is_part):
+            self._count(self.method)
+        of_call = [part for part, last in self.parts.items() if last.change == self.num_changes]
+        for part in of_call or parts_of(self._worker.vllm_config):
+            self.parts[part] = Part(self.num_changes, PRIVATE)
+        if not is_part:
+            with suppress(OSError):
+                self._tell(b"!")
+
+    def _note_loaded(self, names: object) -> None:
+        """Take the names of the parameters that a model has loaded.
+
+        A checkpoint that leaves some that earlier updates may have changed does not name the weights.
+        """
+        part = self.parts.get(MODEL)
+        loaded = names if isinstance(names, set) else set()
+        if part is not None and part.kind == CHECKPOINT and not (loaded and loaded >= self._loaded):
+            self.parts[MODEL] = replace(part, kind=PRIVATE)
+        self._loaded |= loaded
 
     def _source(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,14 +208,13 @@ class Weights:
         worker = self._worker
         if name == "reload_weights":
             asked = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | kwargs
-            path = asked.pop("weights_path", None) or worker.vllm_config.model_config.model
-            if not any(asked.values()):
+            path = asked.pop("weights_path", None)
+            if len(args) <= 2 and not any(asked.values()):
                 try:
-                    place = checkpoint_place(str(path))
-                    self.checkpoint = place, checkpoint_state(place)
+                    self._checkpoint = _Checkpoint(worker.vllm_config, path)
+                    return CHECKPOINT, (MODEL,)
                 except (ConfigError, OSError):
-                    return PRIVATE, (MODEL,)
-                return CHECKPOINT, (MODEL,)
+                    pass
             return PRIVATE, (MODEL,)
         is_session = name in ("update_weights", "finish_weight_update", "start_weight_update")
         if name == "start_draft_weight_update":
@@ -172,7 +229,7 @@ class Weights:
             return kind, (DRAFT if is_draft else MODEL,)
         # After these the weights are nothing that a version could name.
         is_loss = bool(_words(name) & {"sleep", "discard", "reset"})
-        return PRIVATE if is_loss else UPDATE, (MODEL, DRAFT)
+        return PRIVATE if is_loss else UPDATE, parts_of(worker.vllm_config)
 
     def _tell(self, byte: bytes) -> None:
         for fd in self._marks:
@@ -185,8 +242,9 @@ class MarkedWeights:
     num_lost = 0
     method = "in a worker"
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, num_ranks: int) -> None:
         self._fd = fd
+        self._num_ranks = num_ranks
         self._told = b""
 
     def _read(self) -> bytes:
@@ -208,19 +266,30 @@ class MarkedWeights:
     def is_steady(self) -> bool:
         told = self._read()
         is_over = told.count(b"x") == told.count(b".") + told.count(b"!")
-        return is_over and (b"!" not in told or b"." in told.rpartition(b"!")[2])
+        since = told.rpartition(b"!")[2].count(b".")
+        return is_over and (b"!" not in told or since >= self._num_ranks)
 
 
-def checkpoint_source(checkpoint: tuple[str, Mapping[str, Any]]) -> Json:
-    """Return the source of weights that were loaded from a checkpoint; raises ConfigError.
+class _Checkpoint:
+    """The checkpoint of a reload: the engine's own, or that of a path. Raises ConfigError."""
 
-    `checkpoint` has the states of its files from before the load.
-    """
-    path, before = checkpoint
-    found = weights_fingerprint(path, revision_commit=commit_of(path))
-    if (changed := changed_file(path, before)) is not None:
-        raise ConfigError(f"checkpoint {path}: {changed} changed while the engine loaded it")
-    return {"checkpoint": found}
+    def __init__(self, vllm_config: Any, path: object) -> None:
+        model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
+        revision = None if path else getattr(model, "revision", None)
+        self._asked = str(path or model.model), revision, getattr(load, "download_dir", None)
+        self._place = checkpoint_place(*self._asked)
+        self._before = checkpoint_state(self._place)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights that were loaded since; raises ConfigError."""
+        begin = time.monotonic()
+        found = weights_fingerprint(self._place, revision_commit=commit_of(self._place))
+        is_same = checkpoint_place(*self._asked) == self._place
+        if not is_same or changed_file(self._place, self._before) is not None:
+            raise ConfigError(f"checkpoint {self._place}: it changed while the engine loaded it")
+        took_s = time.monotonic() - begin
+        logger.info("fskv: the fingerprint of %s took %.1f s", self._place, took_s)
+        return found
 
 
 class Purity:
@@ -265,7 +334,7 @@ class Purity:
             self._seen, self._is_pure = self.counts, False
         for name, part in self._weights.parts.items() if not self._fixed else ():
             if part.change != self._parts.get(name, Part()).change:
-                self._parts[name] = Part(part.change, part.kind, step)
+                self._parts[name] = replace(part, step=step)
 
     @property
     def refuses(self) -> bool:
@@ -277,15 +346,9 @@ class Purity:
         """Return whether the weights are still those of so many changes."""
         return num_changes == self._num_changes
 
-    def serve(self, epoch: int) -> None:
-        """Serve an epoch of the present weights from now on."""
-        self.epoch, self._served_changes = epoch, self._num_changes
-
-    def checkpoint_source(self) -> Json:
-        """Return the source of the weights that were loaded from a checkpoint; raises ConfigError."""
-        assert isinstance(self._weights, Weights)
-        assert self._weights.checkpoint is not None
-        return checkpoint_source(self._weights.checkpoint)
+    def serve(self, epoch: int, num_changes: int) -> None:
+        """Serve an epoch from now on, that of the weights after so many changes."""
+        self.epoch, self._served_changes = epoch, num_changes
 
     def served(self) -> Served:
         """Return the state of the last step."""
@@ -311,29 +374,23 @@ class Purity:
         return now
 
 
-def changing_methods(cls: type, extension: str = "") -> list[str]:
+def changing_methods(cls: type, extension: type | None = None) -> list[str]:
     """Return the methods of a class that may change weights; private ones too.
 
     They are chosen by their names. Of a model, which has methods for each request ("apply_pooling"), fewer
-    words count than of a worker. Of a worker's `extension`, a class by its full name, all methods count.
+    words count than of a worker. Of a worker's `extension`, which is the user's, all methods count.
     """
     is_model = issubclass(cls, torch.nn.Module)
     changes = _CHANGES if is_model else _CHANGES_OF_WORKERS
     own = set(dir(torch.nn.Module)) if is_model else set()
-    added = {
-        name
-        for base in cls.__mro__
-        if f"{base.__module__}.{base.__qualname__}" == extension
-        for name in vars(base)
-        if not name.startswith("__")
-    }
-    return [
-        name
-        for name in dir(cls)
-        if (name in _CHANGES_OF_MODULES if name in own else _words(name) & changes or name in added)
-        and not _words(name) & _READS
-        and callable(inspect.getattr_static(cls, name))
-    ]
+    added = dir(extension) if extension in cls.__mro__ else ()
+    found = {name for name in added if not name.startswith("__")}
+    for name in dir(cls):
+        words = _words(name)
+        is_named = name in _CHANGES_OF_MODULES if name in own else words & changes
+        if is_named and not words & _READS:
+            found.add(name)
+    return [name for name in sorted(found) if callable(inspect.getattr_static(cls, name))]
 
 
 def _words(name: str) -> set[str]:

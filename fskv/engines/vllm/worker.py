@@ -179,16 +179,12 @@ class FskvWorker(OffloadingWorker):
         if opened is not None:
             self.drop_jobs(take_deferred())
             self.move_to(*opened)
-            self._purity.serve(epoch.number)
+            self._purity.serve(epoch.number, epoch.changes[self._rank])
 
     def open_epoch(self, epoch: Epoch) -> tuple[NamespaceDir, ChunkStore[Any]]:
         """Open the namespace of an epoch, for `move_to`. Any thread; raises FskvError."""
-        sources = dict(epoch.sources)
-        for part, source in sources.items():
-            if source == {} and self._purity is not None:
-                sources[part] = self._purity.checkpoint_source()
-        directory = self._open_namespace(sources)
-        return directory, self.mover.opened(directory, lambda: self._open_namespace(sources))
+        directory = self._open_namespace(epoch.sources)
+        return directory, self.mover.opened(directory, lambda: self._open_namespace(epoch.sources))
 
     def move_to(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
         """Use another namespace from now on."""

@@ -166,7 +166,11 @@ class FskvTier(SecondaryTierManager):
             found.max_model_len,
             rank=0,
             world_size=1,
-            purity=Purity(MarkedWeights(self._mark), 0, fixed=config.weights_fixed),
+            purity=Purity(
+                MarkedWeights(self._mark, spec.config.parallel.world_size),
+                0,
+                fixed=config.weights_fixed,
+            ),
         )
         # VLLM's CPU tier keeps KV of before an update until it is reset.
         self._epochs = Epochs(1, None, fixed=config.weights_fixed, has_siblings=True)

@@ -1,15 +1,14 @@
-/* open_beneath of csrc/chunk_io.c where openat2 is refused: REFUSED is what a kernel or a sandbox answers. */
+/* open_beneath of csrc/chunk_io.c. With REFUSED openat2 is refused: that is what a kernel or a sandbox answers. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <unistd.h>
-#ifndef REFUSED
-#define REFUSED ENOSYS
-#endif
+#ifdef REFUSED
 static long refused(void)
 {
     errno = REFUSED;
     return -1;
 }
 #define syscall(...) refused()
+#endif
 #include "../../../fskv/csrc/chunk_io.c"
 #include "../../../fskv/csrc/xxh3.c"
