@@ -168,8 +168,7 @@ def test_a_request_waits_for_storage_as_sglangs_policy_says(stored, root, tmp_pa
     assert first_s["best_effort"] < first_s["wait_complete"], first_s
 
 
-def test_sglangs_own_faults_and_weights_that_change(stored, root, tmp_path):
-    """Its delays and failures change no text; when weights are loaded again nothing is served any more."""
+def test_sglangs_own_faults_change_no_text(root, stored, tmp_path):
     _, first = stored
     env = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
@@ -181,13 +180,69 @@ def test_sglangs_own_faults_and_weights_that_change(stored, root, tmp_path):
             found.append(engine.again(PROMPT))
         assert {said["text"] for said in found} == {first["text"]}
         assert {said["loaded"] for said in found} - {0}, "the control: some of it was loaded"
-        assert engine(update_weights=lab.MODEL)["updated"]
-        before = chunk_files(root)
-        after = [engine.again(PROMPT) for _ in range(3)]
-        assert {said["text"] for said in after} == {first["text"]}
-        assert {said["loaded"] for said in after} == {0}
-        engine.generate(OTHER)
-        engine(flush=True)
-        assert chunk_files(root) == before
         assert engine.close() == 0
-    assert "weights of the running engine are changed" in engine.log()
+
+
+# --- updates of the weights -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory):
+    """A checkpoint of the same model whose first layer has other values."""
+    from safetensors.torch import load_file, save_file
+
+    path = pathlib.Path(shutil.copytree(lab.MODEL, tmp_path_factory.mktemp("other") / "model"))
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= -1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def updated(engine, path):
+    """Update the weights of an engine that does nothing, as SGLang then resets its caches."""
+    engine(flush=True)
+    return engine(update_weights=str(path)).get("updated", False)
+
+
+def test_after_an_update_an_engine_stores_and_loads_apart_and_nothing_of_before(
+    stored, root, tmp_path, other_weights
+):
+    """After one that failed it does neither. The weights of the start are an update like any other."""
+    _, first = stored
+    texts = set()
+    with lab.Engine(tmp_path / "log", **lab.storage(root, **QUICK)) as engine:
+        assert loads_all(engine, first), "the control"
+        for weights in (other_weights, lab.MODEL):
+            known = chunk_files(root)
+            assert updated(engine, weights)
+            said = engine.generate(PROMPT)
+            assert said["loaded"] == 0
+            texts.add(said["text"])
+            wait_for(functools.partial(loads_all, engine, said), 60)
+            assert set(known) < set(chunk_files(root))
+            assert not updated(engine, tmp_path / "no checkpoint")
+            known = chunk_files(root)
+            for _ in range(2):
+                again = engine.again(PROMPT)
+                assert (again["text"], again["loaded"]) == (said["text"], 0)
+            engine(flush=True)
+            assert chunk_files(root) == known
+        assert first["text"] in texts
+        assert len(texts) == 2, "the weights decide"
+        assert engine.close() == 0
+    assert engine.log().count("event=weights_changed") == 2
+    with lab.Engine(tmp_path / "next", **lab.storage(root)) as engine:
+        assert loads_all(engine, first), "the start's namespace has nothing of other weights"
+
+
+def test_negative_control_an_engine_that_heeds_no_update_serves_kv_of_old_weights(
+    stored, root, tmp_path, other_weights
+):
+    with lab.Engine(tmp_path / "truth", model_path=str(other_weights)) as engine:
+        truth = engine.generate(PROMPT)["text"]
+    options = lab.storage(root, module_path="unguarded_sglang")
+    with lab.Engine(tmp_path / "log", **options) as engine:
+        assert updated(engine, other_weights)
+        said = engine.again(PROMPT)
+    assert said["loaded"] == whole_pages(said)
+    assert said["text"] != truth
