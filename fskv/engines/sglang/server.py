@@ -24,8 +24,8 @@ from fskv.offload import BlockingStore
 
 _Code: TypeAlias = "Callable[..., Any]"
 
-_BEGIN, _END = "begin_weight", "end_weight"
-# Those that change weights with each update, and whether they may go on after one.
+_BEGIN, _END, _STOP = "begin_weight", "end_weight", ("_stop_storage_threads",)
+# They rest while weights are updated, or, where the value is False, stop for good.
 stores: WeakKeyDictionary[BlockingStore, bool] = WeakKeyDictionary()
 # Set while SGLang waits for its storage threads, 10 s for each; the scheduler ends if one is not done then.
 stopping = threading.Event()
@@ -211,11 +211,6 @@ _WATCHED: tuple[tuple[str, str, tuple[str, ...], _Code], ...] = (
     ),
     ("utils.weight_checker", "WeightChecker", ("_reset_tensors",), _update),
     ("mem_cache.unified_radix_cache", "UnifiedRadixCache", ("reset",), _reset),
-    ("managers.cache_controller", "HiCacheController", ("_stop_storage_threads",), _stop),
-    (
-        "mem_cache.hybrid_cache.hybrid_cache_controller",
-        "HybridCacheController",
-        ("_stop_storage_threads",),
-        _stop,
-    ),
+    ("managers.cache_controller", "HiCacheController", _STOP, _stop),
+    ("mem_cache.hybrid_cache.hybrid_cache_controller", "HybridCacheController", _STOP, _stop),
 )
