@@ -282,6 +282,7 @@ ROWS: dict[str, list[Json]] = {
             (f"breaker open {CHILD}", engines("breaker_open")),
             (f"stores paused {CHILD}", engines("stores_paused")),
             (f"weights in doubt {CHILD}", engines("weights_in_doubt")),
+            (f"updates of weights {CHILD}", engines("weight_epoch")),
             (f"breaker opened {CHILD}", change("breaker_openings", "increase")),
             (f"off {CHILD}", engines("off")),
             (f"written, never read {CHILD}", engines("written_unread")),

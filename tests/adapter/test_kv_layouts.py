@@ -67,7 +67,7 @@ class Trip:
         options = {"maintenance": "off", "io_threads": 1, "direct_io": "off"}
         config = StoreConfig.from_mapping({"root": str(root), **options})
         space = Root.open(str(root), create=True).open_namespace(make_identity())
-        how = {"restore": lambda: None, "rank": 0, "world_size": 1}
+        how = {"open_namespace": lambda epoch: None, "rank": 0, "world_size": 1}
         self.worker = FskvWorker(config, groups, files, space, **how)
         self.keys = ChunkKeys([ChunkId(b"k" * 32, group.spec.group_idx) for group in groups])
 

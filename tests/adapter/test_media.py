@@ -114,10 +114,13 @@ def test_media_whose_embeddings_correct_positions_are_left_out():
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, most):
     limits = {}
-    manager = SimpleNamespace(limit_request=limits.__setitem__)
+    manager = SimpleNamespace(
+        limit_request=limits.__setitem__, limit_after_update=lambda req_id, most: None
+    )
     monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda *_: None)
     monkeypatch.setattr(FskvConnector, "_manager", manager)
     connector = FskvConnector.__new__(FskvConnector)
+    connector._epochs = SimpleNamespace(number=0)
     store = StoreConfig.from_mapping({"root": "/kv", **options})
     connector._setup = SimpleNamespace(config=store, vllm_config=config())
     fields = {"mm_features": [], "prompt_embeds": None, "resumable": False, "lora_request": None}

@@ -259,7 +259,7 @@ def test_a_connector_reset_while_requests_run_stores_no_foreign_kv(guard, reset_
 def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_the_weights(root):
     doubtful = _reset_scenario("store", root)
     assert doubtful["cached"] == 0
-    assert "option 'weights_fixed'" in doubtful["log"]
+    assert "vLLM's prefix cache was not reset since" in doubtful["log"]
 
 
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])

@@ -128,7 +128,8 @@ class Rig:
         monkeypatch.setattr(tier, "ask_workers", resting or (lambda *_: workers))
         os.makedirs(root, exist_ok=True)
         self.root = str(root)
-        parallel = SimpleNamespace(data_parallel_index=options.pop("data_parallel_index", 0))
+        index = options.pop("data_parallel_index", 0)
+        parallel = SimpleNamespace(data_parallel_index=index, world_size=1)
         spec = SimpleNamespace(
             config=SimpleNamespace(parallel=parallel),
             kv_events_config=SimpleNamespace(

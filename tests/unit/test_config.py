@@ -45,6 +45,7 @@ OPTIONS = {
         ["256", "256MiB", 0, -16, 16.0, True, None, "Auto", [16]],
     ),
     "weights_id": ([None, "llama-v3"], ["", 7, "a\nb", "x" * 201, ["a"]]),
+    "weights_run": (["run 7", None], ["", 7, "a\nb"]),
     "weights_fixed": ([True, False], [0, 1, "true", None]),
     "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
