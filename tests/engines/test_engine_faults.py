@@ -102,7 +102,7 @@ def test_after_eight_failures_in_a_row_the_root_is_left_alone(
     # The default number; one thread, so that no other read is under way when the last one of them fails.
     other = {} if failures == 8 else {"failures": failures}
     health = tmp_path / "health.json"
-    transfer = _transfer(root, health_file=str(health), io_threads=1)
+    transfer = _transfer(root, health_file=str(health), io_threads=1, lookup_timeout_s=10)
     opens = failures == 8
 
     def read_health() -> bool:
