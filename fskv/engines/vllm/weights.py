@@ -301,7 +301,6 @@ class Purity:
         self._fixed = fixed
         self._rank = rank
         self._cache = 0
-        self._step = 0
         self._seen = self.counts
         self._is_pure = True
         self.epoch = 0  # that is served
