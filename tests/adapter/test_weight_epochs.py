@@ -7,6 +7,7 @@ updates, resets, versions and sleeps come in any order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -19,9 +20,12 @@ import world
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
 import torch
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from fskv.config import StoreConfig
 from fskv.engines.vllm import weights as weights_module
-from fskv.engines.vllm.epochs import Epochs
+from fskv.engines.vllm.epochs import OPENING, Epochs
+from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.weights import (
     CHECKPOINT,
     DRAFT,
@@ -404,3 +408,22 @@ def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_change
         with contextlib.suppress(RuntimeError):
             worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
     assert (weights.parts[MODEL].kind == CHECKPOINT) is names_them
+
+
+def test_no_request_waits_for_ever_where_the_reasons_of_a_rest_alternate(tmp_path):
+    config = StoreConfig.from_mapping({"root": str(tmp_path), "lookup_timeout_s": 0.01})
+    manager = FskvManager(config, 1)
+    key, request = make_offload_key(b"k" * 32, 0), ReqContext("r")
+    reasons = itertools.cycle(["an update", OPENING, "no reset"])
+    assert manager.lookup(key, request) is LookupResult.MISS
+
+    def lookup():
+        manager.rest(next(reasons))
+        return manager.lookup(key, request)
+
+    assert lookup() is LookupResult.RETRY
+    world.wait_for(lambda: lookup() is LookupResult.MISS)
+    assert {lookup() for _ in range(9)} == {LookupResult.MISS}
+    manager.rest("")
+    assert lookup() is LookupResult.RETRY  # another rest
+    manager.shutdown()

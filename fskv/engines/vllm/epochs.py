@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from fskv.namespace import Json
 
 
+OPENING = "the namespace of new weights is being opened"
+
+
 @dataclass(frozen=True)
 class Epoch:
     """One epoch; pickled to the workers."""
@@ -96,7 +99,7 @@ class Epochs:
         if self._refusal[0] == self.number:
             return self._refusal[1]
         if self._opened < self.number or self._is_outdated():
-            return "the namespace of new weights is being opened"
+            return OPENING
         return ""
 
     def on_step(self, table: object, version: str | None, *, has_tokens: bool) -> Step:

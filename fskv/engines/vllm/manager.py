@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.bounds.admission import Admission, name_of
 from fskv.config import StoreConfig
+from fskv.engines.vllm.epochs import OPENING
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError, FskvError
@@ -190,6 +191,7 @@ class FskvManager(OffloadingManager):
         self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
         self._waits_until: float | None = None  # for the weights, since the first question
+        self._waited_to_open = False
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -279,10 +281,20 @@ class FskvManager(OffloadingManager):
         with suppress(RuntimeError):  # no thread can be had
             self._leaver.start()
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is such a reason."""
+        return bool(self._watch.resting)
+
     def rest(self, reason: str) -> None:
         """Neither load nor store as long as there is a reason to do with the weights; "" ends it."""
         if reason != self._watch.resting:
-            self._waits_until = None
+            # Requests wait from the beginning of a rest, and once more for the namespace. They do not wait
+            # for ever where reasons alternate.
+            if not self._watch.resting:
+                self._waits_until, self._waited_to_open = None, False
+            elif reason == OPENING and not self._waited_to_open:
+                self._waits_until, self._waited_to_open = None, True
             self._watch.resting = reason
             self.chunks.stopped = bool(reason) or self._watch.off is not None
             if reason:

@@ -231,7 +231,7 @@ class FskvTier(SecondaryTierManager):
 
     def _look_for_updates(self) -> None:
         """Rest as soon as a worker's weights may be others than those of the namespace."""
-        if self._worker is not None and self._worker.refuses:
+        if self._worker is not None and self._worker.refuses and not self._manager.rests:
             self._manager.rest(
                 "the weights may have changed, and vLLM's caches were not reset since"
             )
