@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 _E = TypeVar("_E")
 _T = TypeVar("_T")
 _AGAIN_S = 5.0  # after a namespace that could not be opened
+# An engine that steps without a pause hardly gives the interpreter to a thread: 1 s instead of 10 ms. So each
+# of its first calls waits a moment.
+_YIELD_S, _YIELDS = 0.002, 50
 
 
 class Opener(Generic[_E, _T]):
@@ -25,17 +28,24 @@ class Opener(Generic[_E, _T]):
         self._begun: _E | None = None  # the epoch that the thread opens
         self._opened: tuple[_E, _T] | None = None
         self._again_at = 0.0
+        self._yields = 0  # that are left to the thread
         self._complained: _E | None = None  # of this epoch
 
     def take(self, epoch: _E) -> _T | None:
         """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
         if self._thread is not None and self._thread.is_alive():
-            return None
+            if not self._yields:
+                return None
+            self._yields -= 1
+            self._thread.join(_YIELD_S)
+            if self._thread.is_alive():
+                return None
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == epoch:
             return opened[1]
         if epoch != self._begun or time.monotonic() >= self._again_at:
             self._begun, self._again_at = epoch, time.monotonic() + _AGAIN_S
+            self._yields = _YIELDS
             self._thread = threading.Thread(
                 target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
             )

@@ -25,12 +25,14 @@ from engine_lab import (
     counter,
     generate,
     generates,
+    good,
     identities,
     metrics,
     needs_two_cores,
     needs_vllm,
     request,
     run,
+    start_engine,
     tier,
 )
 from safetensors.torch import load_file, save_file
@@ -63,12 +65,14 @@ def weights(tmp_path_factory):
     return checkpoint("llama"), str(other)
 
 
-def an_engine(steps, root=None, *, path=None, options=None, changes=None, env=None, **engine):
-    """Run an engine to its end; return its result."""
+def an_engine(
+    steps, root=None, *, path=None, options=None, changes=None, env=None, limit_s=240, **engine
+):
+    """Run an engine to its end; return its result. `limit_s` bounds a hang."""
     small = {"hybrid_chunk_size": CHUNK_TOKENS, "admission": "all", **(options or {})}
     transfer = connector(root, **small) if root else None
     what = request(MODEL, steps, path=path, transfer=transfer, engine=engine, env=env)
-    return run({**what, "changes": changes or {}})
+    return good(start_engine({**what, "changes": changes or {}}).wait(limit_s))
 
 
 def ask(prompt, label):
@@ -345,7 +349,8 @@ def test_many_updates_leave_no_open_files_threads_or_memory(root, weights):
     update = [{"rpc": "scale_weights", "kwargs": {"factor": 1.0}}, RESET, SHORT]
     fifth = [*update * (UPDATES // 5), *SETTLE, {"facts": True}]
     options = {"max_bytes": MAX_BYTES, "keep_free": 0}
-    result = an_engine(fifth * 5, root, path=weights[0], options=options, **METHODS)
+    path = weights[0]
+    result = an_engine(fifth * 5, root, path=path, options=options, limit_s=800, **METHODS)
     first, *_, last = (step for step in result["steps"] if step["step"] == "facts")
     assert len(identities(root)) > UPDATES / 2, "each began a namespace"
     assert last["files"] <= first["files"] + 2

@@ -38,9 +38,8 @@ from fskv.root.process_id import unique_name
 from trials.soak_judge import maintenance_processes
 
 MAX = 16 << 20
-# From the low mark of a quiet root each of three writers may come to its guard while nobody counts. A writer
-# counts lengths of files, the disk whole blocks: 6 % more of what it writes meanwhile.
-MOST = MAX * (0.97 + 3 * 0.06 * 1.06)
+# From the low mark of a quiet root each of three writers may come to its guard while nobody counts.
+MOST = MAX * (0.97 + 3 * 0.06)
 RATE = 1 << 19  # bytes a second of one writer: the bound holds 10 s of three
 MEAN_NBYTES = 34 << 10  # of one of its chunks
 

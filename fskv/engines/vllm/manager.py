@@ -340,9 +340,10 @@ class FskvManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # A client may say which tiers its request may load from (`kv_load_tiers`).
         allowed = req_context.load_tier_filter.allows(Medium.STORAGE, self.locality)
-        if not allowed or not self._loads or not self._serves(key, req_context):
-            waits = allowed and self._loads and self._waits_for_weights()
-            return LookupResult.RETRY if waits else LookupResult.MISS
+        if not allowed or not self._loads or not self._is_within(key, req_context):
+            return LookupResult.MISS
+        if not self._is_on:
+            return LookupResult.RETRY if self._waits_for_weights() else LookupResult.MISS
         chunk = to_chunk(key)
         presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
@@ -359,7 +360,7 @@ class FskvManager(OffloadingManager):
 
     def _waits_for_weights(self) -> bool:
         """Return whether to ask again: the namespace of new weights is there in a moment, most often."""
-        if not self._watch.resting:
+        if not self._watch.resting or self._watch.off is not None:
             return False
         if self._waits_until is None:
             self._waits_until = time.monotonic() + self.config.lookup_timeout_s
@@ -505,7 +506,11 @@ class FskvManager(OffloadingManager):
         return self.chunks.attached and not self.chunks.stopped
 
     def _serves(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether a chunk may be loaded and stored for a request: all of it, or up to its limit."""
+        """Return whether a chunk may be loaded and stored for a request."""
+        return self._is_on and self._is_within(key, req_context)
+
+    def _is_within(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether a chunk is within its request's limit, if there is one."""
         most = self._most_tokens.get(req_context.req_id, math.inf)
         end = None if most == math.inf else req_context.get_offload_key_position(key)
-        return self._is_on and (most == math.inf or (end is not None and end <= most))
+        return most == math.inf or (end is not None and end <= most)
