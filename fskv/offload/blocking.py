@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
-from fskv.offload.opener import Opener
+from fskv.offload.opener import OPENING, Opener
 from fskv.types import ChunkId, Presence, Status, Use
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class BlockingStore:
         """End a rest: go on in a namespace that no other store finds, as soon as it is open."""
         with self._changed:
             if self._kv.watch.resting:
-                self._kv.watch.resting = "the namespace of new weights is being opened"
+                self._kv.watch.resting = OPENING
                 self._is_opening = True
                 self._changed.notify_all()
 

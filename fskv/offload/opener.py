@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
+OPENING = "the namespace of new weights is being opened"  # why an engine rests meanwhile
+
 _E = TypeVar("_E")
 _T = TypeVar("_T")
 _AGAIN_S = 5.0  # after a namespace that could not be opened

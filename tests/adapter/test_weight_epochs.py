@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from fskv.config import StoreConfig
 from fskv.engines.vllm import weights as weights_module
-from fskv.engines.vllm.epochs import OPENING, Epochs
+from fskv.engines.vllm.epochs import Epochs
 from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.weights import (
     CHECKPOINT,
@@ -37,6 +37,7 @@ from fskv.engines.vllm.weights import (
     Weights,
     changing_methods,
 )
+from fskv.offload.opener import OPENING
 
 pytestmark = world.VLLM
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fskv.engines.vllm.weights import CHECKPOINT, MODEL, UPDATE, Counts, Part, Served
+from fskv.offload.opener import OPENING
 
 if TYPE_CHECKING:
     from fskv.namespace import Json
-
-
-OPENING = "the namespace of new weights is being opened"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.bounds.admission import Admission, name_of
 from fskv.config import StoreConfig
-from fskv.engines.vllm.epochs import OPENING
 from fskv.engines.vllm.events import KvEvents
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError, FskvError
@@ -45,6 +44,7 @@ from fskv.observe import metrics
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
+from fskv.offload.opener import OPENING
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
 from fskv.root.prefill_rate import write_prefill_rate
