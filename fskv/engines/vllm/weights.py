@@ -148,9 +148,10 @@ class Weights:
         """Note a call before it begins; returns False where it leaves the weights as they are."""
         words = _words(name)
         self.num_lost += bool(words & _LOSE_PAGES)
-        if name == "sleep" and kwargs.get("level", args[0] if args else 1) == 1:
+        given = [*args, *kwargs.values()]
+        if name == "sleep" and given in ([], [1]):
             return False
-        if name == "discard" and (kwargs.get("tags"), *args)[-1] in (("kv_cache",), ["kv_cache"]):
+        if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
             return False
         self._count(name)
         kind, parts = self._source(name, args, kwargs)
