@@ -31,6 +31,7 @@ from fskv.root.filesystem import (
     Space,
     block_nbytes,
     clamp_mtime,
+    is_local,
     length,
 )
 from fskv.root.process_id import is_our_part
@@ -132,6 +133,8 @@ async def walk(
 
     shards = await aiofiles.os.wrap(_changed)(namespace, seen, now_ns)
     most = await aiofiles.os.wrap(most_nbytes)(namespace)
+    # Disks of this machine answer at once: threads would only wait for the interpreter.
+    at_once = 1 if await aiofiles.os.wrap(is_local)(namespace) else _IN_FLIGHT
     batches = [shards[at : at + _BATCH] for at in range(0, len(shards), _BATCH)]
     list_batch = aiofiles.os.wrap(_list_batch)
     running: list[asyncio.Future[list[Shard]]] = []
@@ -140,7 +143,7 @@ async def walk(
             running.append(
                 asyncio.ensure_future(list_batch(namespace, batch, now_ns, most, device))
             )
-            if len(running) == _IN_FLIGHT:
+            if len(running) == at_once:
                 for shard in await running.pop(0):
                     yield shard
         while running:
