@@ -28,6 +28,7 @@ from engine_lab import (
     good,
     identities,
     metrics,
+    multi,
     needs_two_cores,
     needs_vllm,
     request,
@@ -254,6 +255,28 @@ def test_a_tier_stores_nothing_after_an_update_until_vllm_s_tiers_were_reset(
     assert 0 < warm == stale < after
     assert cached == [0, 4 * CHUNK_TOKENS]
     assert said["after"]["tokens"] == said["loaded"]["tokens"] == truth[1][0]
+
+
+@pytest.mark.slow
+def test_several_roots_go_on_after_an_update_once_vllm_s_connectors_were_reset(
+    tmp_path, weights, truth
+):
+    """A sibling may keep KV of before in its memory. After a reset of vLLM's own cache alone all rest."""
+    roots = [str(tmp_path / name) for name in ("first", "second")]
+    for each in roots:
+        os.mkdir(each)
+    children = (connector(each, hybrid_chunk_size=CHUNK_TOKENS, admission="all") for each in roots)
+    steps = [ask(TEXT, "warm"), *SETTLE, METRICS, reload(weights[1])]
+    steps += [RESET, ask(TEXT, "rests"), *SETTLE, METRICS, RESET_TIERS, OPENED]
+    steps += [ask(TEXT, "after"), *SETTLE, RESET, ask(TEXT, "loaded"), METRICS]
+    result = run(request(MODEL, steps, path=weights[0], transfer=multi(*children)))
+    said = generates(result)
+    cached = [said[label]["num_cached_tokens"] for label in ("rests", "after", "loaded")]
+    assert cached == [0, 0, 4 * CHUNK_TOKENS]
+    assert said["after"]["tokens"] == said["loaded"]["tokens"] == truth[1][0]
+    warm, rests, end = (counter(step, "stored_chunks") for step in metrics(result))
+    assert 0 < warm == rests < end
+    assert len(chunks(roots[0])) == len(chunks(roots[1])) > 0
 
 
 # --- ranks ------------------------------------------------------------------------------------
