@@ -7,7 +7,6 @@ fskv.engines.vllm.refusals has the settings that only vLLM can tell.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,6 @@ from fskv.config import StoreConfig
 
 Settings = Mapping[str, Any]  # by their names in Python; what is not known is not there, or None
 
-ROLES = ("kv_producer", "kv_consumer", "kv_both")
-# Of vLLM's KVTransferConfig.
-FIELDS = frozenset(
-    {
-        *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
-        *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
-        "kv_load_failure_policy",
-    }
-)
 # Those that load what vLLM's rule picks of a checkpoint's files.
 PICK_FILES = {"auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "instanttensor"}
 # Not npcache (copies that may be older), ipc_cache (what a daemon has kept), modelexpress, tensorizer (a file
@@ -65,29 +55,6 @@ def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
     for row in (*REFUSED, *LESS):
         if found := row.found(settings.get(row.setting), settings, store):
             yield row, f"option '{row.setting}': found {found}, expected {row.expected}"
-
-
-def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field of a `--kv-transfer-config`, or of a child, that vLLM refuses."""
-    extra = transfer.get("kv_connector_extra_config")
-    inner = extra.get("connectors") if isinstance(extra, dict) else None
-    for one in (transfer, *(inner if isinstance(inner, list) else ())):
-        if not isinstance(one, dict):
-            continue
-        role = one.get("kv_role")
-        if role not in ROLES:
-            found = "nothing" if role is None else repr(role)
-            yield f"kv_role: found {found}, expected one of {', '.join(ROLES)}{_near(role, ROLES)}"
-        for name in (each for each in one if each not in FIELDS):
-            more = _near(name, FIELDS)
-            if name in StoreConfig.__dataclass_fields__:
-                more = "; it goes into kv_connector_extra_config"
-            yield f"{name}: found a field that vLLM's --kv-transfer-config does not have{more}"
-
-
-def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
-    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _is(
