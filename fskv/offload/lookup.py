@@ -155,7 +155,6 @@ class Lookup:
             health_file=health_file,
         )
         self.capacity.start()
-        self.capacity.wait_for_first_word()
 
     def _say_small_bounds(self, step_nbytes: int) -> None:
         log = StateLog(root=self._config.root)
