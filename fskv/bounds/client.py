@@ -23,6 +23,7 @@ import msgpack
 from fskv.bounds.eviction_news import entries
 from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits, RootState
 from fskv.bounds.process import MaintenanceProcess, let_go, started_beside
+from fskv.bounds.shared_files import parsed
 from fskv.observe.state_log import StateLog
 from fskv.root.process_id import unique_name
 
@@ -190,7 +191,7 @@ class Capacity:
             if kind != "free" and stored + nbytes - state.counted > room:
                 return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
         free = state.free - (stored + nbytes - state.seen_written)
-        if state.kept_free and free < state.kept_free // 2:
+        if state.usage.kept_free and free < state.usage.kept_free // 2:
             return "less than half of keep_free is left: make room, or lower keep_free"
         if unseen_s <= _SILENT_S:
             self._unseen_since = None
@@ -370,7 +371,7 @@ class Capacity:
         elif "sights" in message:
             self._others_sights.append(message["sights"])
         elif message:
-            state = RootState.of(message)
-            if state.sequence != self.state.sequence or not state.sequence:
+            state = parsed(RootState, message)
+            if state.usage.sequence != self.state.usage.sequence or not state.usage.sequence:
                 self._sequence_at = self._heard_at
             self.state = state

@@ -23,9 +23,9 @@ import msgpack
 from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import LOOK_S, Maintainer
 from fskv.bounds.process import END
+from fskv.bounds.shared_files import parsed
 from fskv.observe.health_file import end_health_file
 from fskv.root.process_id import unique_name
-from fskv.sizes import Share
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +60,6 @@ class Outbox:
         except BlockingIOError:
             return False
         return True
-
-
-def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
-    """Make an engine's first heartbeat from the engine's first message."""
-    limits = dict(options["limits"])
-    keep = limits["keep_free"]
-    limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Heartbeat(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
 
 
 async def serve(engine: int | None = None) -> None:
@@ -145,9 +137,10 @@ async def serve(engine: int | None = None) -> None:
 
 
 def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
+    limits = parsed(Limits, options["limits"])
     return Maintainer(
         options["root"],
-        heartbeat_from(options),
+        Heartbeat(unique_name(), options["namespace"], options["tenant"], limits),
         outbox.send,
         outbox.is_heard,
         dir_mode=options["dir_mode"],

@@ -241,7 +241,7 @@ class Lookup:
             self._state = state = capacity.state
             if (unread := self.unread) and not was_unread:
                 self._log.say("written_unread", logging.WARNING, reason=unread)
-            admission.first_sight = state.first_sight
+            admission.first_sight = state.usage.first_sight
             room = state.room
             together = max(1, self._nbytes_together())
             admission.resize(None if room is None else room // together, state.share)
@@ -255,7 +255,7 @@ class Lookup:
     def unread(self) -> str:
         """Why what engines stored in the last hour is not loaded, in words; "": it is, or it was little."""
         state = self._state
-        if state is None or not state.is_unread:
+        if state is None or not state.usage.is_unread:
             return ""
         if not self.asks:
             why = "this engine never asks for chunks (a kv_producer, or its engine's own cache has all)"
@@ -317,7 +317,7 @@ class Lookup:
         """After so long a use is recorded anew: the leader of the root says it."""
         if self.capacity is None:
             return MAX_TOUCH_INTERVAL_S
-        return self.capacity.state.touch_interval_s
+        return self.capacity.state.usage.touch_interval_s
 
     @property
     def storing(self) -> Mapping[ChunkId, object]:

@@ -357,7 +357,7 @@ def test_the_leader_finds_the_mode_and_the_shares_of_all(root):
     assert not usage.first_sight
     beat = some[0]._heartbeat
     state = root_state(usage, Space(0, 0, 0, 0), beat, holder=False)
-    assert not state.first_sight
+    assert not state.usage.first_sight
     assert state.share == usage.shares[beat.name]
     assert state.room == 1 << 20
     some[1].receive(used=4000, first_hits=9000, second_hits=1000)
@@ -417,7 +417,7 @@ def test_the_likeliest_reason_is_said_once_and_a_producer_is_not_unhealthy(
         lookup._follow(capacity)
         assert not lookup.unread
         for sequence in (1, 2):  # told once
-            capacity.state = RootState(sequence=sequence, is_unread=True)
+            capacity.state = RootState(usage=Usage(sequence, last_hour=Traffic(1, 1 << 40)))
             lookup._follow(capacity)
     assert words in lookup.unread
     assert caplog.text.count("event=written_unread") == 1

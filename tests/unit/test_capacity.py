@@ -32,7 +32,7 @@ from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Limits, RootState
+from fskv.bounds.limits import Limits, RootState, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.sights import SightsLog
 from fskv.root.process_id import unique_name
@@ -112,8 +112,10 @@ def told(root):
     capacity = Capacity(root, NAME, None, Limits(), clock=clock)
 
     def tell(**fields):
-        state = {"known": True, "sequence": capacity.state.sequence + 1, **fields}
-        capacity._take_message({"at": time.monotonic(), **asdict(RootState(**state))})
+        of_usage = {"sequence": capacity.state.usage.sequence + 1}
+        of_usage |= {name: fields.pop(name) for name in ("sequence", "kept_free") if name in fields}
+        state = RootState(**{"known": True, "usage": Usage(**of_usage), **fields})
+        capacity._take_message({"at": time.monotonic(), **asdict(state)})
 
     return capacity, tell, clock
 
@@ -198,7 +200,7 @@ def test_while_nobody_counts_one_percent_of_a_bound_is_stored_and_no_more(told):
     tell(**state)
     clock.advance(_SILENT_S - 1)
     assert store(capacity, 20_480) == 20_480  # the control
-    tell(**state, sequence=capacity.state.sequence)  # alive, but the same
+    tell(**state, sequence=capacity.state.usage.sequence)  # alive, but the same
     clock.advance(2)
     assert store(capacity, 1 << 20) == 10_240
     clock.advance(3600)
