@@ -78,11 +78,6 @@ class Lease:
         """Return whether this process may act as the holder now: its last heartbeat is young enough."""
         return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
 
-    @property
-    def holder(self) -> LeaseState | None:
-        """The holder of the lease at the last look."""
-        return self._mine or self._observed[0]
-
     def renew(self) -> bool:
         """Keep the lease, or take it if it is free or its holder is dead; returns `held`. Raises OSError."""
         with self._opened() as fd:

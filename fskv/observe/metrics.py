@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -326,18 +327,13 @@ _MAX_OBSERVED = 4096
 class Counters:
     """Sums by metric and label value since the last `drain`, and observations for histograms."""
 
-    def __init__(self, *counters: Metric) -> None:
-        """`counters` are in the first `drain` even if nothing was counted."""
+    def __init__(self, *counters: Metric, labels: Sequence[str] = ("",)) -> None:
+        """`counters` are in the first `drain` at zero; those without values have these `labels`."""
         self._lock = threading.Lock()
         self._sums: dict[tuple[Metric, str], float] = {
-            (metric, label): 0.0 for metric in counters for label in metric.values or ("",)
+            (metric, label): 0.0 for metric in counters for label in metric.values or labels
         }
         self._observed: dict[Metric, deque[float]] = {}
-
-    def declare(self, metric: Metric, label: str) -> None:
-        """Put a counter into the next `drain` even if nothing was counted."""
-        with self._lock:
-            self._sums.setdefault((metric, label), 0.0)
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
         """Add `amount`, unless it is below zero: Prometheus would raise for that, in vLLM's own loop."""
