@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 from fskv_tools.doctor.configured import FIELDS, ROLES
+from fskv_tools.doctor.settings import SETTINGS
 
 from fskv.errors import ConfigError, RootError
-from fskv.kv_transfer.line import SETTINGS
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 

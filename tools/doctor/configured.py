@@ -13,12 +13,13 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.errors import FskvError
-from fskv.kv_transfer.line import judge
+from fskv.kv_transfer.line import REFUSED, judge
 from fskv.kv_transfer.multi import OURS, stores_of
 
 from ..terminal import show
 from .finding import Finding, Level, ok, problem
 from .serve_line import OPTION, Given, parse
+from .settings import LESS
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 # Of vLLM's KVTransferConfig.
@@ -71,7 +72,7 @@ def _judged(given: Given) -> tuple[list[Finding], list[StoreConfig]]:
         Finding(Level(row.level), "options", sentence, row.do)
         for store in stores
         for role in roles
-        for row, sentence in judge({**settings, "kv_role": role}, store)
+        for row, sentence in judge({**settings, "kv_role": role}, store, (*REFUSED, *LESS))
     ]
     return findings, [store for store in stores if store.root != _ANY_ROOT]
 
