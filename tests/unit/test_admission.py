@@ -422,6 +422,11 @@ def test_the_likeliest_reason_is_said_once_and_a_producer_is_not_unhealthy(
     assert words in lookup.unread
     assert caplog.text.count("event=written_unread") == 1
     assert ("written_unread" in watch._unhealthy()) is bool(asked)
+    # Two hours later: the reason is of the last hour, and not of the engine's life.
+    for hour in (2, 3):
+        capacity.state = RootState(usage=Usage(last_hour=Traffic(hour, 1 << 40)))
+        lookup._follow(capacity)
+    assert "loads fail" not in lookup.unread
     lookup.close()
 
 
