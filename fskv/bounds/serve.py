@@ -43,16 +43,14 @@ class Outbox:
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message, or at least its beginning; False: the pipe is full, so the message is dropped."""
-        return self._flush() and self._write(msgpack.packb(message))
+        flushed = not self._rest or self._write(self._rest)
+        return flushed and not self._rest and self._write(msgpack.packb(message))
 
     def is_heard(self) -> bool:
         """Return whether the engine still has its end of the pipe open."""
         poll = select.poll()
         poll.register(self._fd, 0)  # POLLERR is told without being asked for
         return not poll.poll(0)
-
-    def _flush(self) -> bool:
-        return not self._rest or (self._write(self._rest) and not self._rest)
 
     def _write(self, data: bytes) -> bool:
         try:

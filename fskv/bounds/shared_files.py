@@ -17,6 +17,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from fskv.bounds.limits import Heartbeat, Limits, Traffic, Usage, is_namespace
+from fskv.namespace import MAX_TENANT
 from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file, retry_stale
 from fskv.root.filesystem import is_full_late
@@ -34,7 +35,7 @@ _MAX_NBYTES = 8 << 20  # of all heartbeats together
 _MAX_LOOK_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _JUNK_S = 86_400.0
-_MAX_TEXT = 512  # characters of a name; a tenant's has at most 200
+_MAX_TEXT = 512  # characters of a name
 _T = TypeVar("_T")
 
 
@@ -269,7 +270,7 @@ def parsed(kind: type[_T], tree: Any) -> _T:
 
 def _heartbeat(tree: dict[str, Any], name: str) -> Heartbeat:
     found = parsed(Heartbeat, tree)
-    if found.name != name or not _NAME.fullmatch(name):
+    if found.name != name or not _NAME.fullmatch(name) or len(found.tenant or "") > MAX_TENANT:
         raise ValueError(name)
     if found.namespace is not None and not is_namespace(found.namespace):
         raise ValueError(found.namespace)
