@@ -340,6 +340,9 @@ def steps(root, some, until):
             for one in some:
                 one.step()
             await asyncio.sleep(0.01)
+        for one in some:  # or the end of the loop would cancel it
+            if one.work is not None:
+                await asyncio.wait([one.work])
 
     asyncio.run(go())
 
