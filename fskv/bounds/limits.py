@@ -210,6 +210,7 @@ class RootState:
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     kept_free: int = 0  # bytes that must stay free
     writers: int = 0  # engines that write to the root
+    look_s: float = 1.0  # between two looks of the leader
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
     touch_interval_s: int = MAX_TOUCH_INTERVAL_S
@@ -271,6 +272,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
         kept_free=usage.kept_free if "free" in bounds else 0,
         writers=len(usage.counted),
+        look_s=usage.look_s,
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
         seen_written=mine.written,
         touch_interval_s=usage.touch_interval_s,
