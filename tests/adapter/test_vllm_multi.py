@@ -233,6 +233,30 @@ def test_a_choice_of_before_is_forgotten_when_the_child_has_nothing_any_more():
     assert multi.get_loaded_kv_cache_group_ids(request()) == ()
 
 
+def test_after_a_failed_load_the_others_come_first_until_the_request_ends():
+    first, second = Child(96), Child(32)
+    multi = connector(first, second, weights=[9.0, 1.0])
+    asked = request()
+    reserved = []
+    waiting = SimpleNamespace(discard=lambda request: reserved.clear())
+    multi._failed_loads._scheduler = SimpleNamespace(
+        requests={"r": asked}, _inflight_prefills=waiting
+    )
+    multi.get_num_new_matched_tokens(asked, 0)
+    multi.update_state_after_alloc(asked, None, 96)
+    reserved.append(asked)
+    multi.update_connector_output(output(finished=["r"], failed=["r"]))
+    assert multi.get_num_new_matched_tokens(asked, 0) == (None, False)  # behind what is loaded
+    assert reserved == [], "it would wait for itself"
+    assert multi.get_num_new_matched_tokens(asked, 0) == (32, True)
+    second.tokens = 0
+    assert multi.get_num_new_matched_tokens(asked, 0) == (96, True)
+    multi.request_finished_all_groups(asked, ([],))
+    assert not any((multi._failed, multi._waits_since, multi._given_up))
+    second.tokens = 32
+    assert multi.get_num_new_matched_tokens(asked, 0) == (96, True)
+
+
 # --- start, end, reset ----------------------------------------------------------------------
 
 

@@ -100,15 +100,6 @@ def test_a_root_without_engines_is_counted_by_the_command_itself(lab):
     assert (seen.keeper, seen.engines, seen.bounds) == (None, [], [])
 
 
-@pytest.mark.parametrize("damaged", [True, False])
-def test_a_damaged_namespace_is_counted(lab, damaged):
-    where = lab.namespace()
-    if damaged:
-        with open(f"{where.directory.path}/namespace.json", "w") as file:
-            file.write("{")
-    assert ("1 damaged namespace" in top(lab).stdout) is damaged
-
-
 def test_bytes_and_files_are_said_with_the_time_of_their_count(lab):
     """Engines add up bytes all the time; the number of files is as old as the last walk."""
     neighbours = Neighbours(lab, lab.namespace())

@@ -375,12 +375,21 @@ def sliding(*windows_and_rows):
     return groups, 1, 4 * len(table[0]) + 1, 0, table
 
 
+# A hit that ends inside a chunk of the window's group.
+INSIDE = (
+    [GroupSpec(0, GroupKind.FULL, 2, None), GroupSpec(1, GroupKind.SLIDING_WINDOW, 4, 3)],
+    *(1, 17, 0),
+    [[ODDS[found] for found in row] for row in ("hhhhhhhm", "mmmh")],
+)
+
+
 @pytest.mark.parametrize(
     ("lookup", "tokens"),
     [
         (sliding((4, "hmh")), 12),  # the last chunk serves a window of 4 tokens
         (sliding((5, "hmh")), 4),  # one token more, and the chunk that is missing is needed too
         (sliding((4, "hmmh"), (4, "hhhm")), 4),  # 16 for one, 12 for the other, 4 for both
+        (INSIDE, 14),  # two older tokens are seen, and the chunk of 4 has two of the hit
     ],
 )
 def test_a_hit_ends_where_every_group_has_its_whole_window(lookup, tokens):
