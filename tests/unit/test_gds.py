@@ -120,6 +120,21 @@ def test_fsync_is_made_when_it_is_asked_for(make_world, monkeypatch):
 # --- counts and errors ------------------------------------------------------------------------
 
 
+def test_a_short_write_is_no_space_and_leaves_nothing(world, gds):
+    gds.lab.write = lambda file, buffer, nbytes, *at: nbytes - 4096
+    assert world.put(1, world.content()) is Status.NO_SPACE
+    assert world.parts() == world.chunk_files() == []
+
+
+def test_a_short_read_of_a_whole_file_is_an_error_of_the_disk_and_the_file_stays(world, gds):
+    """cuFile may return less than was asked for, without an error."""
+    world.put(1, world.content())
+    gds.lab.read = lambda file, buffer, nbytes, *at: nbytes - 4096
+    assert world.get(1) == (Status.IO_ERROR, None)
+    gds.lab.read = None
+    assert world.get(1) == (Status.OK, world.content())
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

@@ -230,8 +230,10 @@ def test_after_a_drop_nothing_is_claimed_and_after_a_stop_nothing_is_stored(engi
     toy = engine()
     kv = toy.kv
     assert kv.lookup.begin_store([CHUNK]) == [CHUNK]
+    assert kv.lookup.capacity._pending
     getattr(kv, drop)()
     assert not kv.lookup.storing
+    assert not kv.lookup.capacity._pending, "its room is given back"
     kv.mover.store(100, kv.moves(CHUNK, [0, 1]))
     assert not kv.lookup.begin_store([CHUNK]) or drop == "drop"
     settled(kv)

@@ -578,6 +578,7 @@ def test_a_walk_never_hits_what_is_gone_and_never_contradicts_what_is_known(even
             elif event == "r":
                 bench.disk.present.discard(it)
                 bench.index.mark_removed([name(number)])
+                assert not bench.index.known_present(it), "or nobody would store it again"
                 gone.add(it)
             elif event == "f":
                 bench.disk.present.discard(it)
