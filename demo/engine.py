@@ -55,7 +55,6 @@ ENV_DEFAULTS = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "TOKENIZERS_PARALLELISM": "false",
     # It fails below a directory with a space in its name; vLLM compiles a step of two ranks also when eager.
     "TORCH_COMPILE_DISABLE": "1",
@@ -67,6 +66,7 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "max_model_len": 4096,
     "max_num_batched_tokens": 1024,
     "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": True,
     "disable_log_stats": False,  # without it there are no metrics and no ttft
     "seed": 0,

@@ -28,6 +28,7 @@ from fskv.observe.state_log import StateLog
 from fskv.root.process_id import unique_name
 
 _LATE_S = 8.0  # a leader tells every 5 s at least, and the process a second later
+_LATE_LOOKS = 4  # own bytes are in the sums three looks after the store
 _SILENT_S = 20.0  # without a new sequence for so long nobody may be counting
 _HUNG_S = 60.0  # and the process that tells of none is killed after so much more
 _START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
@@ -90,6 +91,7 @@ class Capacity:
         self._said: dict[str, Any] = {}
         self._pending = 0  # bytes of stores that are under way
         self._written = 0  # bytes on disk, since the present process was started
+        self._uncounted_since = 0.0  # when a store ended after which it was more than the sums hold
         self._refused = ""  # why the last store was
         self._removed: list[tuple[bytes, int]] = []
         self._loaded = 0  # bytes, since the start
@@ -183,9 +185,13 @@ class Capacity:
         state, stored = self.state, self._written + self._pending
         if not state.known:
             return "nobody has counted the root yet"
-        unseen_s = self._clock() - self._sequence_at
+        now = self._clock()
+        unseen_s = now - self._sequence_at
+        is_counted = self._written <= state.counted
+        uncounted_s = 0.0 if is_counted else now - max(self._sequence_at, self._uncounted_since)
+        is_late = unseen_s > _LATE_S or uncounted_s > _LATE_LOOKS * state.look_s
         # While nobody adds up what all write, each may take its part of what is left.
-        part = max(1, state.writers) if unseen_s > _LATE_S else 1
+        part = max(1, state.writers) if is_late else 1
         for kind, (limit, left) in state.bounds.items():
             room = (left + limit // GUARD_PART) // part
             if kind != "free" and stored + nbytes - state.counted > room:
@@ -212,6 +218,8 @@ class Capacity:
 
     def settle(self, taken: int, written: int, loaded: int = 0) -> None:
         """Of `taken` bytes that a store took `written` are on disk now; and so many were `loaded`."""
+        if self._written <= self.state.counted:
+            self._uncounted_since = self._clock()
         self._pending = max(0, self._pending - taken)
         self._written += written
         self._loaded += loaded

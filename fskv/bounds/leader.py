@@ -140,7 +140,7 @@ class Leader:
         self._loaded: dict[str, int] = {}  # heartbeat -> its `loaded` in the hour
         self._used: dict[str, tuple[int, float]] = {}  # heartbeat -> its `used`, and of late
         self._total_written = 0
-        self._peak = 0.0  # the fastest growth of the last minutes
+        self._peak = float(self._usage.growth)  # the fastest growth of the last minutes
         self._beats: list[Heartbeat] = []  # of all who live
         self._heard: dict[str, Heard] = {}  # by the heartbeat's name
         # Private namespace -> for how long no living heartbeat has named it.

@@ -198,6 +198,7 @@ class RootState:
     # By the kind of bound (root, tenant, free): its limit, and what is left of it.
     bounds: Bounds = field(default_factory=dict)
     writers: int = 0  # engines that write to the root
+    look_s: float = 1.0  # between two looks of the leader
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
     share: int = 1000  # of the engine in all use, in thousandths
@@ -242,6 +243,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         bounds=bounds,
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
         writers=len(usage.counted),
+        look_s=usage.look_s,
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
         seen_written=mine.written,
         share=usage.shares.get(mine.name, 1000),

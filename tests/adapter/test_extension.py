@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import engine_lab
 import pytest
 import world
 from places import REPOSITORY
@@ -38,22 +39,24 @@ def test_what_other_engines_stand_on_refuses_in_one_sentence(there):
     assert (SENTENCE in done.stderr) is not there
 
 
-def test_vllm_hears_it_while_it_builds_its_configuration():
+def test_vllm_hears_it_while_it_builds_its_configuration(tmp_path):
     """It asks for the connector's class then. The plug-in itself is imported by every process.
 
     The control is every engine that starts.
     """
-    code = """
+    program = tmp_path / "way_in.py"
+    program.write_text("""
+import sys
+sys.modules["fskv._native"] = None
 from fskv.engines.vllm.plugin import register
 register()
-print("registered")
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-KVConnectorFactory._registry["FskvConnector"]()
-"""
-    done = run(code, there=False)
-    assert "registered" in done.stdout, done.stderr
-    assert done.returncode
-    assert SENTENCE in done.stderr
+try:
+    KVConnectorFactory._registry["FskvConnector"]()
+except Exception as error:
+    print(f"{type(error).__module__}.{type(error).__name__}: {error}")
+""")
+    assert SENTENCE in engine_lab.run_program(str(program))
 
 
 def test_the_command_line_reads_a_root(tmp_path):

@@ -8,18 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import read_only
-from world import VLLM, damage, make_identity, read_by_hand, returns_in_time, wait_for
+from world import VLLM, make_identity, read_by_hand, returns_in_time, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
 
 import numpy as np
-from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, caches, groups, placed, report
-from vllm.v1.kv_offload.base import CanonicalPageMapping, LookupResult, ReqContext
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from tier_rig import NUM_ROWS, POISON, REFS, REQUEST, STEP, Rig, placed, report
+from vllm.v1.kv_offload.base import LookupResult
 
 from faults import transport as faults
 from fskv.data_path.job import Job
-from fskv.engines.vllm.files import canonical_files
 from fskv.engines.vllm_tier import tier, workers
 from fskv.engines.vllm_tier.workers import combine
 from fskv.errors import ConfigError, RestError
@@ -78,26 +76,6 @@ def test_a_tier_that_only_loads_changes_nothing(make_rig, tmp_path, monkeypatch)
     assert read_only.look(writer.root) != before, "the control"
 
 
-def test_slices_of_canonical_pages_are_what_the_connector_cuts():
-    """Slice s of a page of n * num_slices bytes is bytes [s * n, (s + 1) * n) of it (vllm_files)."""
-    places = (0, 40960), (2 * 40960, 24576)
-    refs = (((0, 40000), (1, 24000)), ((0, 30000),))
-    mapped = caches(
-        placed(*places, blocks=2), refs, lambda n: CanonicalPageMapping(n, n // 2, (), 1, 0, True)
-    )
-    files = canonical_files(groups(), 2, mapped, 4, in_full=True)
-    for number, of_slice in workers.placements_of(files).items():
-        for placement, of_group in zip(of_slice, refs, strict=True):
-            spans = workers.plan_row(placement).spans  # in the payload's order, without gaps
-            found = [(span.tensor_offset, span.nbytes) for span in spans]
-            by_hand = [
-                (places[t][0] + block * places[t][1] + number * nbytes // 4, nbytes // 4)
-                for block in range(2)
-                for t, nbytes in of_group
-            ]
-            assert found == by_hand
-
-
 def test_workers_that_do_not_agree_refuse_to_start():
     first, beside = placed((0, 40960), (40960, 24576)), placed((65536, 40960), (106496, 24576))
     good = [report(0, first, 131072), report(1, beside, 131072)]
@@ -116,41 +94,6 @@ def test_workers_that_do_not_agree_refuse_to_start():
 
 
 # --- failure ----------------------------------------------------------------------------------
-
-
-def test_the_failure_of_some_keys_keeps_the_others(make_rig):
-    rig = make_rig(num_ranks=2)
-    wanted = rig.store([1, 2])
-    keys = rig.keys(1) + rig.keys(2)
-    damage(rig.path(keys[1], rank=1), -100 + os.path.getsize(rig.path(keys[1], rank=1)))
-    damage(rig.path(keys[1], rank=0), 0)
-    os.unlink(rig.path(keys[2], rank=0))
-    rig.rows[:] = POISON
-    result = rig.finish(rig.submit(keys, [0, 1, 2, 3], load=True))
-    assert not result.success
-    assert result.successful_keys == (keys[0], keys[3])
-    found = {**rig.pages_of_rows(12, (0, 3))}
-    assert found == {
-        (rank, group): wanted[number, rank, group]
-        for rank in (0, 1)
-        for number, group in ((1, 0), (2, 1))
-    }
-    for key, answer in zip(keys, ("HIT", "MISS", "MISS", "HIT"), strict=True):
-        assert rig.lookup(key).name == answer
-    # Healed: what failed is stored again, and what is there is not written twice.
-    before = {path: os.stat(path).st_ino for path in rig.files()}
-    refilled = rig.fill_rows(0, (0, 1), seed=1)
-    assert refilled == {
-        place: pages for (n, *place), pages in wanted.items() if n == 1 for place in [tuple(place)]
-    }
-    rig.fill_rows(0, (2, 3), seed=2)
-    assert rig.finish(rig.submit(keys, [0, 1, 2, 3], load=False)).success
-    wait_for(lambda: rig.poll() and not rig.tier._manager.chunks.storing)
-    assert rig.finish(rig.submit(keys, [4, 5, 6, 7], load=True)).success
-    after = {path: os.stat(path).st_ino for path in rig.files()}
-    assert len(after) == 8
-    kept = {rig.path(key, rank) for key in (keys[0], keys[3]) for rank in (0, 1)}
-    assert {path: after[path] for path in kept} == {path: before[path] for path in kept}
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -236,18 +179,6 @@ def test_after_a_reset_requests_that_run_store_nothing_new_ones_do(make_rig):
     wait_for(lambda: rig.counted() is not None and rig.lookup(rig.keys(1)[0]) is LookupResult.HIT)
     rig.store([1, 5])
     assert len(rig.files()) == 4
-
-
-def test_after_a_reset_nothing_is_done_unless_the_weights_are_vouched_for(make_rig):
-    rig = make_rig(weights_fixed=False)
-    rig.store([1])
-    rig.tier.drain_jobs()
-    later = ReqContext("later")
-    rig.tier.on_new_request(later)
-    assert rig.lookup(rig.keys(1)[0], later) is LookupResult.MISS
-    rig.tier.submit_store(TransferJob(77, rig.keys(2), np.array([2, 3], np.int32), False, later))
-    assert rig.finish(77).success
-    assert len(rig.files()) == 2
 
 
 def test_events_name_what_is_visible_and_what_is_gone_with_the_tiers_locality(make_rig):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
-import pickle
 import time
 from types import SimpleNamespace
 
@@ -14,15 +12,11 @@ import world
 
 pytest.importorskip("vllm", reason="these tests need the vllm environment: make test")
 
-import functools
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
@@ -30,14 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from fskv.engines.vllm.connector import FskvConnector
 from fskv.engines.vllm.failed_loads import FailedLoads
-from fskv.engines.vllm.metrics import FskvStats, SoFar, to_stats
 from fskv.engines.vllm.plugin import register
 from fskv.engines.vllm_multi import connector as module
 from fskv.engines.vllm_multi.connector import FskvMultiConnector, _check_whole_chunks, _real
-from fskv.engines.vllm_multi.metrics import OWN, _sharing, stats_id
+from fskv.engines.vllm_multi.metrics import _sharing
 from fskv.errors import ConfigError
 from fskv.kv_transfer.multi import ChildConfig, check_roots
-from fskv.observe import metrics
 from fskv.observe.metrics import Counters
 
 pytestmark = world.VLLM
@@ -128,15 +120,6 @@ def test_what_is_reached_into_is_there_in_this_vllm():
 
 
 # --- waiting and choosing -------------------------------------------------------------------
-
-
-def test_every_child_is_asked_each_time_and_only_the_chosen_one_loads():
-    children = Child(None), Child(96), Child(32)
-    multi = connector(*children)
-    assert multi.get_num_new_matched_tokens(request(), 0) == (96, True)
-    assert [child.calls for child in children] == [["match"]] * 3
-    multi.update_state_after_alloc(request(), None, 96)
-    assert [child.calls[-1] for child in children] == ["alloc 0", "alloc 96", "alloc 0"]
 
 
 def test_vllms_own_connector_defers_instead():
@@ -381,55 +364,6 @@ def _child_config(name, kind="FskvConnector", kv_role="kv_both", **extra):
     }
 
 
-def _registered(connector_cls, config):
-    """Return vLLM's metrics of a configuration on a registry of its own, and that registry."""
-    registry = CollectorRegistry()
-    types = {cls: functools.partial(cls, registry=registry) for cls in (Counter, Gauge, Histogram)}
-    made = connector_cls.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
-    return made, registry
-
-
-def test_two_children_of_one_class_and_one_of_another_have_series_of_their_own():
-    config = _vllm_config(
-        _child_config("a"), _child_config("b"), _child_config("pool", "OffloadingConnector")
-    )
-    made, registry = _registered(FskvMultiConnector, config)
-    children = FskvMultiConnector._get_connector_classes_and_configs(config)
-    ids = [
-        stats_id(name, child.kv_transfer_config)
-        for name, (_, child) in zip(("a", "b", "pool"), children, strict=True)
-    ]
-    own = Counters()
-    own.add(metrics.MULTI_LOADS, 5, "b")
-    data = {OWN: to_stats(own.drain(), {})}
-    for number, child_id in enumerate(ids[:2], 1):
-        counted = to_stats({(metrics.LOADED_CHUNKS, ""): number}, {})
-        so_far = SoFar()
-        so_far.add(MultiKVConnectorStats(data={child_id: counted, "another": counted}), child_id)
-        told = so_far.stamp(None)
-        data[child_id] = FskvStats(data=counted.data).aggregate(told)  # of workers and scheduler
-    data[ids[2]] = pool = OffloadingConnectorStats()
-    for child_id, nbytes in zip(ids, (10, 20, 30), strict=True):
-        data[child_id].increase_counter("vllm:kv_offload_load_bytes", nbytes)
-    del pool
-    stats = FskvMultiConnector.build_kv_connector_stats(data)
-    # As it goes from the engine to the process that serves /metrics.
-    payload = pickle.loads(pickle.dumps(stats.to_dict()))
-    again = FskvMultiConnector.build_kv_connector_stats(copy.deepcopy(payload))
-    assert again.aggregate(stats).reduce()[ids[0]] == {"fskv so far: loaded": "1 files (0.0 MiB)"}
-    made.observe(payload)
-    made.observe({"an unknown one": {}})  # of a connector without metrics
-
-    def value(name, **labels):
-        return registry.get_sample_value(name, {"engine": "0", **labels})
-
-    assert value("vllm:fskv_loaded_chunks_total", connector="a") == 1
-    assert value("vllm:fskv_loaded_chunks_total", connector="b") == 2
-    assert value("vllm:kv_offload_load_bytes_total", connector="a") == 10
-    assert value("vllm:kv_offload_load_bytes_total", connector="pool") == 30
-    assert value("vllm:fskv_multi_loads_total", connector="b") == 5
-
-
 def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
     defined, made = [], {}
 
@@ -443,12 +377,3 @@ def test_a_name_with_other_labels_gets_the_childs_number_and_is_not_an_error():
         ("info", ["a"]),
         ("info_connector1", ["b"]),
     ]
-
-
-def test_under_vllms_own_connector_the_children_collide():
-    """The negative control: two classes cannot be registered, two of one class are one."""
-    both = _vllm_config(_child_config("a"), _child_config("pool", "OffloadingConnector"))
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        _registered(MultiConnector, both)
-    one, _ = _registered(MultiConnector, _vllm_config(_child_config("a"), _child_config("b")))
-    assert list(one._prom_metrics) == ["FskvConnector"]

@@ -227,23 +227,6 @@ def test_beside_vllms_own_cpu_pool_both_serve_and_both_have_metrics(name, root):
 
 
 @slow
-def test_a_full_root_stores_what_fits_and_the_other_one_serves(roots, small_disk):
-    small_disk(roots[0], "512k")
-    transfer = both(LLAMA, roots, fast={"maintenance": "off"})
-    result = lab.run(lab.request(LLAMA, twice(LLAMA), transfer=transfer))
-    done = lab.generates(result)
-    for label in ("cold", "warm"):
-        assert done[label]["tokens"] == lab.main_tokens(LLAMA.name), label
-    assert done["warm"]["num_cached_tokens"] == 1920
-    counts = lab.metrics(result)[0]
-    assert loads(counts) == {SLOW: 1}
-    assert lab.counter(counts, "stores_skipped", connector=FAST, reason="no_space") > 0
-    assert lab.counter(counts, "stores_skipped", connector=SLOW, reason="no_space") == 0
-    assert len(names(roots[0])) < len(names(roots[1])) == 15
-    lab.assert_sound(roots[0])
-
-
-@slow
 @pytest.mark.parametrize("variant", ["as_is", "untold"])
 def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
     variant, roots, tmp_path, faults
@@ -285,28 +268,6 @@ def test_a_load_of_one_child_never_gets_into_what_another_one_stores(
         assert wrong, "the scenario does not provoke what it should"
     else:
         assert wrong == []
-
-
-@slow
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_preempted_requests_come_back_with_the_same_tokens(name, roots):
-    model = lab.MODELS[name]
-    # Seven blocks each, and an eighth after some tokens, for which there is no room for all.
-    prompts = [model.tokens(f"crowd {number}", 890) for number in range(3)]
-    together = {"together": prompts, "max_tokens": 100, "label": "all"}
-    steps = [together, *lab.SETTLE, {"reset_prefix_cache": True}, together, {"metrics": True}]
-    few = {"num_gpu_blocks_override": 23 if name == "llama" else 29, "max_model_len": 2048}
-
-    plain = lab.run(lab.request(model, steps))
-    crowded = lab.run(lab.request(model, steps, transfer=both(model, roots), engine=few))
-    (want, _), seen = ([s for s in r["steps"] if s["step"] == "together"] for r in (plain, crowded))
-    assert want["num_preemptions"] == 0
-    assert seen[-1]["num_preemptions"] > 0, "enough blocks for all: the test shows nothing"
-    for one in seen:
-        assert one["tokens"] == want["tokens"]
-    assert sum(seen[1]["cached"]) > 0
-    for root in roots:
-        lab.assert_sound(root)
 
 
 @slow

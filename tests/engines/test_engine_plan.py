@@ -26,6 +26,7 @@ from engine_lab import (
     options_for,
     request,
     run,
+    run_program,
 )
 from tool_lab import run as fskv
 
@@ -37,6 +38,7 @@ needs_vllm()
 pytest.importorskip("fskv_tools.plan.engine")
 
 MAX_MODEL_LEN = 4096
+ASK_VLLM = "import sys; from fskv.engines.vllm.model_groups import main; main(sys.argv[1])"
 SAME = ("window_tokens", "tokens_per_block", "page_nbytes", "layer_names")
 
 
@@ -48,8 +50,15 @@ SAME = ("window_tokens", "tokens_per_block", "page_nbytes", "layer_names")
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_next", "lfm2")),
     ],
 )
-def test_an_engine_does_what_was_planned_and_explained(root, name):
+def test_an_engine_does_what_was_planned_and_explained(root, tmp_path, monkeypatch, name):
     model = MODELS[name]
+    # The processes that ask vLLM are forks; other tests here start them as `fskv plan` does.
+    program = tmp_path / "ask.py"
+    program.write_text(ASK_VLLM)
+    monkeypatch.setattr(
+        "fskv_tools.plan.engine.subprocess.run",
+        lambda words, **_: run_program(str(program), words[-1]),
+    )
     options = options_for(name)
     engine = {"max_model_len": MAX_MODEL_LEN}
     prompt, stranger = model.main_prompt(), model.tokens("stranger", model.prompt_tokens)

@@ -55,6 +55,7 @@ class Server:
             "hf-overrides": json.dumps({"max_position_embeddings": LONG_TOKENS + 1000}),
             "max-num-batched-tokens": 1024,
             "max-num-seqs": 8,
+            "kv-cache-memory-bytes": lab.KV_NBYTES,
             "seed": 0,
             "kv-transfer-config": json.dumps(lab.connector(root, **lab.options_for(MODEL.name))),
         }
@@ -63,7 +64,6 @@ class Server:
             *(f"--{name}={value}" for name, value in arguments.items()),
             "--skip-tokenizer-init",
             "--enforce-eager",
-            env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
             log=self.log,
         )
 

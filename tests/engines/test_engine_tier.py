@@ -115,21 +115,6 @@ def test_tier_and_connector_serve_each_others_files(name, root, other_root):
 
 
 @pytest.mark.slow
-def test_other_chunk_sizes_are_another_namespace(root):
-    steps = [main_of("llama"), *lab.SETTLE, {"metrics": True}]
-    engine("llama", steps, lab.connector(root, hybrid_chunk_size=128))
-    for number, size in enumerate((256, 512), start=2):
-        kv = transfer(root, extra={"block_size": size})
-        for tries in ("cold", "warm"):
-            result = engine("llama", steps, kv)
-            done = lab.generates(result)["main"]
-            assert done["tokens"] == lab.main_tokens("llama")
-            assert bool(done["num_cached_tokens"]) == (tries == "warm")
-        assert len(lab.identities(root)) == number
-    lab.assert_sound(root)
-
-
-@pytest.mark.slow
 def test_two_ranks_share_a_row_and_have_files_of_their_own(root, other_root, tmp_path):
     name, by_connector = "llama_tp2", other_root
     steps = [main_of(name), *lab.SETTLE, {"metrics": True}]
@@ -182,36 +167,6 @@ def test_canonical_pages_are_shared_by_engines_of_another_topology(root, other_r
         assert done["tokens"] == lab.main_tokens(one)
         assert done["num_cached_tokens"] > 0
         assert lab.counter(result["steps"][-1], "load_failures") == 0
-
-
-@pytest.mark.slow
-def test_reads_that_never_return_cost_a_deadline_and_the_next_requests_nothing(
-    root, tmp_path, faults
-):
-    name = "llama"
-    engine(name, [main_of(name), *lab.SETTLE], transfer(root))
-    talk = Talk(name, root, tmp_path, load_deadline_s=2.0)
-    talk.say(main_of(name, "warm"), RESET)
-    talk.meanwhile(lambda: faults.set("pread hang suffix=.kv"))
-    talk.say(main_of(name, "hung"), RESET, main_of(name, "hung_again"), RESET, lab.METRICS)
-    talk.meanwhile(faults.clear)
-    for label in ("back", "full"):
-        talk.say({"sleep": 1.5}, main_of(name, label), RESET)
-    result = talk.run(
-        lab.MODELS[name],
-        transfer=talk.kv,
-        env=faults.env(),
-        changes={"constants": {"quarantine_s": 1, "probe_s": 0.5}},
-    )
-    done = lab.generates(result)
-    for label in ("warm", "hung", "hung_again", "back", "full"):
-        assert done[label]["tokens"] == lab.main_tokens(name), label
-    assert faults.fired() > 0
-    assert done["warm"]["num_cached_tokens"] == done["full"]["num_cached_tokens"] > 0
-    assert done["hung"]["num_cached_tokens"] == 0
-    # A generous bound against a hang, not a measurement.
-    assert max(done[label]["wall_s"] for label in ("hung", "hung_again")) < 60
-    assert lab.counter(lab.metrics(result)[0], "load_failures", reason="timed_out") > 0
 
 
 @pytest.mark.slow

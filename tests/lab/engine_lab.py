@@ -38,6 +38,7 @@ ENGINE_TIMEOUT_S = 240
 # One thread computes: the models are tiny, and threads of several engines that spin at each other's barriers
 # make each ten times slower.
 ENGINE_ENV = {**ENV_DEFAULTS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+KV_NBYTES = 256 << 20  # vLLM writes zeros into all of it when it starts
 MAX_TOKENS = 16
 RESET = {"reset_prefix_cache": True}  # the engine's own cache, not the connector's
 # Empties vLLM's CPU tier too, or nothing would be asked of the files.
@@ -106,7 +107,7 @@ def request(
     """Return the request of an engine of demo/engine.py; `more` has what lab_engine.py adds to it."""
     return {
         "model": path or checkpoint(model.name),
-        "engine": {**model.engine_kwargs(), **(engine or {})},
+        "engine": {"kv_cache_memory_bytes": KV_NBYTES, **model.engine_kwargs(), **(engine or {})},
         "kv_transfer_config": transfer,
         "env": {**ENGINE_ENV, **(env or {})},
         "steps": steps,

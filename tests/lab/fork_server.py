@@ -35,7 +35,6 @@ from places import LAB
 
 # Read when an engine is made or later, never at import.
 _LATE = {
-    "VLLM_CPU_KVCACHE_SPACE",
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
@@ -48,14 +47,19 @@ ENGINE_MODULES = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.engine.core_client",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.v1.kv_offload.cpu.spec",
     "vllm.transformers_utils.config",
     "transformers.models.auto.modeling_auto",
 )

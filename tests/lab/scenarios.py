@@ -12,21 +12,22 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
 )
 
 
 def make_llm(model: Any, checkpoint: str, transfer: dict[str, Any] | None, **more: Any) -> Any:
     """Make an engine; `transfer` is what its connector is configured with, if it has one."""
+    from engine_lab import KV_NBYTES
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     from demo.engine import ENGINE_DEFAULTS
 
+    small = {"kv_cache_memory_bytes": KV_NBYTES}
     return LLM(
         model=checkpoint,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
-        **{**ENGINE_DEFAULTS, **model.engine_kwargs(), **more},
+        **{**ENGINE_DEFAULTS, **small, **model.engine_kwargs(), **more},
     )
 
 

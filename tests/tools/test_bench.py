@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import signal
 import sys
 
 import gds_lab
 import pytest
-from fskv_tools.bench import advice, measure, store
+from fskv_tools.bench import advice, measure
 from tool_lab import run as run_fskv
 
 from fskv.data_path.transports import evidence, host
@@ -254,31 +252,3 @@ def test_room_is_looked_for_before_anything_is_written(tmp_path, monkeypatch):
 
 
 # --- stopping ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (os, "mkdir"),
-        (store.Contestant, "__init__"),
-        (store.Contestant, "_move"),
-        (store.Contestant, "close"),
-        (shutil, "rmtree"),
-    ],
-)
-def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path, monkeypatch, owner, name):
-    """The cleaning up itself included."""
-    stops = []
-    real = getattr(owner, name)
-
-    def stopping(*args, **kwargs):
-        done = real(*args, **kwargs)
-        if not stops:
-            stops.append(name)
-            os.kill(os.getpid(), signal.SIGINT)
-        return done
-
-    monkeypatch.setattr(owner, name, stopping)
-    done = run(tmp_path)
-    assert (stops, done.exit_code) == ([name], 130)
-    assert os.listdir(tmp_path) == []

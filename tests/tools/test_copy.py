@@ -245,22 +245,6 @@ def test_what_makes_no_sense_is_refused(lab, tmp_path):
     assert run("copy", "--to", lab.path, "--keep-free", "soon", root=lab.path).exit_code == 2
 
 
-def test_a_directory_that_may_not_be_written_is_said_and_the_rest_goes_on(lab, tmp_path):
-    where = lab.namespace()
-    paths = lab.chunks(where, range(5))
-    target = Lab(tmp_path / "to")
-    target.namespace()
-    shard = f"{target.path}/{os.path.relpath(os.path.dirname(paths[0]), lab.path)}"
-    with open(shard, "w") as file:
-        file.write("a file in the place of a directory")
-    done = run("copy", "--to", target.path, "--json", root=lab.path)
-    assert done.exit_code == 3, done.stderr
-    assert (done.summary["stored"], done.summary["failed"]) == (4, 1)
-    assert sum(name.endswith(".kv") for name in chunk_files(target.path)) == 4
-    with open(shard) as file:
-        assert file.read().startswith("a file")
-
-
 def owners(root):
     return {os.lstat(os.path.join(root, name)).st_uid for name in everything_below(root)}
 

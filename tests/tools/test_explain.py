@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from fskv_tools import block_hashes
-from tool_lab import Lab, check_lines, fskv, run, spoil
+from tool_lab import Lab, check_lines, run
 from world import damage, make_identity
 
 from fskv.bounds.limits import Heartbeat, Limits, Usage
@@ -26,7 +26,6 @@ TOKENS = random.Random(3).choices(range(1000), k=330)
 FULL = GroupIdentity(0, "full/FullAttentionSpec/bfloat16/none", None, 16, (3000, 5000), ("a", "b"))
 WINDOW = GroupIdentity(1, "sliding_window/SlidingWindowSpec/bf16/none", 40, 16, (2000,), ("c",))
 STATE = GroupIdentity(2, "state/gdn/align/bfloat16", None, 16, (9000,), ("d",))
-CHUNK = 32  # tokens: two blocks
 
 
 def identity_of(*groups, **changes):
@@ -401,28 +400,6 @@ def test_an_identity_whose_keys_or_files_cannot_be_known_is_refused(lab, changes
     assert len(done.stderr.strip().splitlines()) <= 2
     # It is no reason not to explain another one.
     assert lab.explain(one).hit_tokens == 0
-
-
-def test_a_hostile_root_is_read_and_left_alone(lab):
-    one = identity_of(FULL)
-    where = lab.namespace()
-    paths = lab.store(one, TOKENS, range(10))
-    strange = spoil(lab, where)
-    maintenance = f"{lab.path}/.fskv-maintenance"
-    os.makedirs(maintenance)
-    os.symlink("/", f"{maintenance}/removed")
-    before = {path: os.lstat(path) for path in (*strange, *paths)}
-    damage(paths[2], 40)
-    os.unlink(paths[8])
-    for options in ((), ("--json",)):
-        words = ("explain", one.digest16, "--tokens", json.dumps(TOKENS), *options)
-        done = fskv(*words, root=lab.path, timeout_s=60)
-        assert done.exit_code == 1, done.stderr
-        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr)
-    del before[paths[8]]
-    for path, then in before.items():
-        assert os.lstat(path).st_ino == then.st_ino
-        assert os.lstat(path).st_mtime_ns == then.st_mtime_ns or path == paths[2]
 
 
 def test_exactly_one_thing_is_asked_for(lab):

@@ -115,17 +115,6 @@ def test_negative_control_where_the_beginning_goes_first_less_is_hit():
     assert brute_force(requests, 4, rank=lambda number, depth: (number, depth)).hits == 0
 
 
-def test_a_root_with_room_for_all_hits_what_one_without_a_bound_hits():
-    requests = conversations()
-    best = curve.simulate(requests, 100)
-    assert best.written == len({block for one in requests for block in one.hash_ids})
-    found = [curve.simulate(requests, 100, size) for size in curve.usual_sizes(200 * best.written)]
-    assert found[-1].hits == best.hits > 0
-    assert [one.hits for one in found] == sorted(one.hits for one in found)
-    assert found[0].hits < best.hits
-    assert found[0].written > best.written
-
-
 # --- the command ------------------------------------------------------------------------------
 
 
@@ -148,16 +137,6 @@ def test_the_curve_is_a_line_for_each_size_and_one_without_a_bound(path):
     assert few["requests"] == 3
 
 
-def test_a_size_that_changes_nothing_is_no_row(path):
-    shown = run("replay", path, "--json").lines[:-2]
-    hits = [line["hit_blocks"] for line in shown if line["admission"] == "all"]
-    assert hits == sorted(hits) != []
-    rows = [[line["hit_blocks"] for line in shown[at : at + 3]] for at in range(0, len(shown), 3)]
-    assert all(before != now for before, now in zip([[0, 0, 0], *rows], rows, strict=False))
-    same = ("--sizes", "1TiB,2TiB,1KiB")  # the control: what was asked for is shown
-    assert len(run("replay", path, "--json", *same).lines) == 3 * 3 + 2
-
-
 def test_a_gzipped_trace_is_read_and_a_damaged_one_is_one_sentence(path, tmp_path):
     with open(path, "rb") as file:
         packed = gzip.compress(file.read())
@@ -168,13 +147,6 @@ def test_a_gzipped_trace_is_read_and_a_damaged_one_is_one_sentence(path, tmp_pat
         done = run("replay", tmp_path / "trace.gz")
         assert (done.exit_code, done.stdout) == (2, "")
         assert len(done.stderr.splitlines()) == 1
-
-
-def test_without_json_there_is_a_table_with_bars(path):
-    done = run("replay", path)
-    assert done.exit_code == 0
-    assert "no bound" in done.stdout
-    assert "\u2588" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import base64
 import html.parser
 import json
 import os
-import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -22,7 +20,7 @@ from fskv_tools.root_view import RootView
 from metrics_lab import Engine, server
 
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Heartbeat, Limits, Usage
+from fskv.bounds.limits import Heartbeat, Limits
 from fskv.observe.metrics import LOAD_FAILURES
 from fskv.root.process_id import HOST, TOKEN
 
@@ -152,23 +150,6 @@ def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_a_warning(l
     assert "refused" in found.text
 
 
-def test_bounds_and_engines_are_those_of_the_heartbeats(lab, shared, tmp_path):
-    where = lab.namespace()
-    lab.chunks(where, range(4))
-    mine = f"{HOST}-{os.getpid()}-{TOKEN}-1"
-    shared.publish(Heartbeat(mine, where.id, None, Limits(max_nbytes=10 << 20), 4000))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(60)
-    shared.publish(Heartbeat(f"{HOST}-{gone.pid}-{TOKEN}-2", where.id, None, Limits()))
-    shared.publish_usage(Usage(namespaces={where.id: (1, 1)}, unremovable=3))
-    found = check_page(report(lab, tmp_path)[1])
-    for told in (
-        *("Engines alive 1 of 2 with a heartbeat", "of 10.0 MiB", "3 files cannot be removed"),
-        *("1 engine gone", "no engine holds the lease"),
-    ):
-        assert told in found.text, told
-
-
 # --- hostile roots ----------------------------------------------------------------------
 
 EVIL = "<script>alert(1)</script>"
@@ -261,44 +242,4 @@ def test_only_a_plain_file_outside_of_the_root_is_written_over(lab, tmp_path):
     assert set(os.listdir(tmp_path)) == there
 
 
-def test_a_page_that_could_not_be_written_leaves_the_old_one_and_no_part(
-    lab, tmp_path, monkeypatch
-):
-    done, old = report(lab, tmp_path)
-    assert done.exit_code == 0
-    for error in (OSError(28, "full"), KeyboardInterrupt()):
-
-        def fail(*_, error=error, **__):
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", fail)
-            assert report(lab, tmp_path)[0].exit_code in (1, 130)
-        assert sorted(os.listdir(tmp_path)) == ["kv", "out.html"]
-        assert (tmp_path / "out.html").read_text() == old
-
-
 # --- its parts --------------------------------------------------------------------------
-
-
-def contrast(one, two):
-    def luminance(colour):
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    light, dark = sorted((luminance(one), luminance(two)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_text_can_be_read_and_marks_be_seen_in_light_and_dark(lab, tmp_path):
-    sheet = re.search("<style>(.*?)</style>", report(lab, tmp_path)[1], re.DOTALL)[1]
-    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", one)) for one in sheet.split("@media")[:2]]
-    assert "prefers-color-scheme: dark" in sheet
-    assert schemes[0].keys() == schemes[1].keys() == set(re.findall(r"var\(--(\w+)\)", sheet))
-    for colours in schemes:
-        for name in ("text", "strong", "good", "warn", "bad"):  # WCAG 2.2: 4.5 for text
-            for ground in ("page", "card"):
-                assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
-        assert contrast(colours["mark"], colours["card"]) >= 3  # and 3 for graphics
-    assert contrast("#777777", "#888888") < 3  # the measure itself

@@ -25,12 +25,11 @@ from prometheus_client import Gauge
 from pseudo_terminal import HANG_S, Terminal
 from rich.cells import cell_len
 from rich.console import Console
-from tool_lab import fskv, run, spoil
+from tool_lab import fskv, run
 from world import wait_for
 
 from fskv.bounds.limits import Heartbeat, Limits, Scope, Traffic, Usage
 from fskv.bounds.shared_files import SharedFiles
-from fskv.index import scan
 from fskv.observe import metrics
 from fskv.root.filesystem import Space
 from fskv.root.process_id import HOST, TOKEN
@@ -101,15 +100,6 @@ def test_a_root_without_engines_is_counted_by_the_command_itself(lab):
     assert (seen.keeper, seen.engines, seen.bounds) == (None, [], [])
 
 
-@pytest.mark.parametrize("damaged", [True, False])
-def test_a_damaged_namespace_is_counted(lab, damaged):
-    where = lab.namespace()
-    if damaged:
-        with open(f"{where.directory.path}/namespace.json", "w") as file:
-            file.write("{")
-    assert ("1 damaged namespace" in top(lab).stdout) is damaged
-
-
 def test_bytes_and_files_are_said_with_the_time_of_their_count(lab):
     """Engines add up bytes all the time; the number of files is as old as the last walk."""
     neighbours = Neighbours(lab, lab.namespace())
@@ -117,44 +107,6 @@ def test_bytes_and_files_are_said_with_the_time_of_their_count(lab):
     at_ms = time.time_ns() // 10**6 - 3 * 3_600_000
     neighbours.files.publish_usage(replace(usage, at_ms=at_ms))
     assert "100 files counted 3 h ago" in top(lab).stdout
-
-
-@pytest.mark.parametrize("what", ["an architecture", "a namespace", "chunks that are a link", None])
-def test_what_the_command_cannot_list_is_said_and_no_zero(lab, monkeypatch, what):
-    """None is the control."""
-    one, other = lab.namespace(), lab.namespace(model_name="org/other")
-    lab.chunks(one, range(4))
-    chunks = f"{other.directory.path}/chunks"
-    if what == "chunks that are a link":
-        os.rmdir(chunks)
-        os.symlink(f"{one.directory.path}/chunks", chunks)
-    else:
-        closed = {"an architecture": os.path.dirname(other.directory.path), "a namespace": chunks}
-        deny(monkeypatch, closed.get(what, "/nowhere"))
-    seen = look(lab)
-    assert seen.unlistable == (what is not None)
-    files = {name: size and size[1] for name, size in seen.namespaces.items()}
-    assert files.get(other.id) == (None if what else 0)
-    assert files.get(one.id) == (None if what == "an architecture" else 4)
-    done = top(lab)
-    assert done.exit_code == (3 if what else 0)
-    said = "directories that could not be listed: 1; sizes may be too small"
-    assert (said in done.stdout) is (what is not None)
-
-
-def deny(monkeypatch, path):
-    """Let nobody list directory `path`: root would be allowed to, whatever its mode."""
-
-    def closed(real):
-        def listed(*arguments):
-            if {path, os.fsencode(path)} & {*arguments}:
-                raise PermissionError(13, "Permission denied", path)
-            return real(*arguments)
-
-        return listed
-
-    monkeypatch.setattr(os, "scandir", closed(os.scandir))
-    monkeypatch.setattr(scan, "opened", closed(scan.opened))
 
 
 def test_growth_rates_bounds_and_signs_of_life_come_from_what_engines_tell(lab, monkeypatch):
@@ -199,36 +151,6 @@ def test_who_is_silent_or_gone_is_said_and_bounds_no_more(lab):
     shown = top(lab).stdout
     assert f"1 engine gone: {HOST}" in shown
     assert "1 engine silent: node-8" in shown
-
-
-def test_hostile_files_between_engines_are_left_out(lab):
-    where = lab.namespace()
-    lab.chunks(where, range(3))
-    neighbours = Neighbours(lab, where)
-    spoil(lab, where)
-    beats = f"{neighbours.shared}/heartbeat-"
-    for number, content in enumerate(
-        (b"", b"{", b"[" * 100_000, b'{"name": 1}', b"\xff" * 2_000_000)
-    ):
-        with open(f"{beats}bad-{number}.json", "wb") as file:
-            file.write(content)
-    os.mkfifo(f"{beats}fifo.json")
-    os.symlink("/dev/zero", f"{beats}zero.json")
-    done = fskv("top", "--once", "--interval", "0.3", root=lab.path, timeout_s=HANG_S)
-    assert done.exit_code == 0, done.stderr
-    assert all(c.isprintable() or c == "\n" for c in done.stdout)
-    lease = f"{neighbours.shared}/lease.json"
-    for content in (b"[", b'{"holder": [], "host": 1}', b"x" * 10_000):
-        os.unlink(lease)
-        with open(lease, "wb") as file:
-            file.write(content)
-        assert look(lab).keeper is None
-    os.unlink(lease)
-    os.mkfifo(lease)
-    assert look(lab).keeper is None
-    os.unlink(f"{neighbours.shared}/usage.json")
-    os.symlink("/dev/zero", f"{neighbours.shared}/usage.json")
-    assert look(lab).usage.num_files == 3  # counted here
 
 
 @contextlib.contextmanager

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
 import pathlib
-import random
 import shutil
-import signal
 import stat
-import subprocess
-import sys
-import threading
 from functools import partial
 
 import pytest
 from fskv_tools.check import judge
 from fskv_tools.check import run as check_run
-from fskv_tools.check.expect import expected_of
 from fskv_tools.commands import verify as command
 from tool_lab import check_lines, fskv, key_of, run, spoil
 
@@ -95,31 +88,6 @@ def test_negative_control_with_a_check_switched_off_some_are_missed(tmp_path, ch
     assert score.false_alarms == 0
 
 
-def test_every_single_byte_of_a_file_is_covered(lab):
-    where = lab.namespace(pages=(300, 400))  # one page of payload, most of it padding
-    path = lab.chunk(where, 1)
-    with open(path, "rb") as file:
-        good = file.read()
-    assert len(good) == 8192
-    expected = expected_of(where.identity, where.identity.digest16)
-    chunk = judge.ChunkName(os.path.basename(path)[:32], 0, None)
-    reader = judge.Reader(direct=False)
-
-    def finding():
-        return judge.judge(reader, path, chunk=chunk, expected=expected).finding
-
-    assert finding() == "ok"
-    uncovered = []
-    with open(path, "r+b", buffering=0) as file:
-        for at in range(len(good)):
-            os.pwrite(file.fileno(), bytes([good[at] ^ 1]), at)
-            if finding() == "ok":
-                uncovered.append(at)
-            os.pwrite(file.fileno(), good[at : at + 1], at)
-    assert uncovered == []
-    assert finding() == "ok"
-
-
 def test_a_header_that_is_longer_than_a_piece_and_a_payload_of_several_are_judged(lab):
     pages = (4096,) * 600_000  # 4.8 MB of page sizes; nobody writes them, somebody may claim them
     where = lab.namespace(pages=pages[:1000], blocks_per_chunk=3)
@@ -164,26 +132,6 @@ def test_options_that_make_no_sense_are_usage_errors(lab):
     for words in (("--yes",), ("--dry-run",), ("--remove-bad",), ("--quiet",)):
         done = verify(lab, *words)
         assert (done.exit_code, done.stdout) == (2, ""), words
-
-
-def test_ctrl_c_ends_it_with_130_also_on_a_disk_that_hangs(lab):
-    lab.chunks(lab.namespace(), range(50))
-    code = (
-        "import os, sys, time; from fskv_tools.check import run, judge; real = judge.judge\n"
-        "def slow(*a, **k):\n"
-        "    found = real(*a, **k); os.write(1, b'judged\\n'); time.sleep(600)\n"
-        "    return found\n"
-        "run.judge = slow\nfrom fskv_tools.__main__ import main\n"
-        f"sys.argv = ['fskv', 'verify', '--threads', '2', '--root', {lab.path!r}]\nmain()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "judged\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
 
 
 # --- removal ----------------------------------------------------------------------------
@@ -320,43 +268,6 @@ def test_a_file_that_cannot_be_read_is_unreadable_partial_and_stays(lab, monkeyp
     assert (done.summary["unreadable"], done.summary["removed"]) == (1, 0)
     assert (done.summary["files"], done.summary["data_files"]) == (3, 2)
     assert os.path.exists(path)
-
-
-def test_engines_may_store_and_prune_meanwhile_without_a_false_alarm(lab):
-    """Chunks appear by rename, replace each other, are touched and vanish, all the time."""
-    where = lab.namespace()
-    made = lab.chunks(where, range(60))
-    contents = {path: pathlib.Path(path).read_bytes() for path in made}
-    over, done, rng = threading.Event(), [0, 0], random.Random(1)
-
-    def store():
-        while not over.is_set():
-            path = rng.choice(made)
-            part = f"{os.path.dirname(path)}/host-{threading.get_ident()}-0123abcd-{done[0]}.part"
-            pathlib.Path(part).write_bytes(contents[path])
-            os.rename(part, path)
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(path)
-            done[0] += 1
-
-    def prune():
-        while not over.is_set():
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(rng.choice(made))
-                done[1] += 1
-
-    threads = [threading.Thread(target=work) for work in (store, store, prune)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(12):
-            found = verify(lab, "--read-data", "--remove-bad", "--yes", "--threads", "4")
-            assert found.exit_code == 0, [line for line in found.lines if line["type"] == "bad"]
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert min(done) > 20
 
 
 def test_a_missing_direct_io_makes_no_difference(lab, monkeypatch):

@@ -10,15 +10,12 @@ import time
 import urllib.request
 
 import pytest
-from capacity_lab import disk_nbytes, holder_of, write_chunk
+from capacity_lab import holder_of
 from tool_lab import Lab, fskv
 from world import wait_for
 
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.shared_files import SharedFiles
-
-MAX = 4 << 20
-DAY_NS = 86400 * 10**9
 
 
 @pytest.fixture
@@ -63,50 +60,12 @@ def test_a_signal_ends_it_and_leaves_neither_limits_nor_lease(lab, watch, number
     assert not [n for _, _, names in os.walk(lab.path) for n in names if n.endswith(".part")]
 
 
-def test_limits_of_tenants_and_of_age_hold_for_those_who_have_none(lab, watch):
-    one = lab.namespace(tenant="one").directory.path
-    both = [
-        lab.namespace(model_name=name, tenant="acme").directory.path for name in ("org/2", "org/3")
-    ]
-    for path in (one, *both):
-        for n in range(60):
-            write_chunk(path, n, 65536, mtime_ns=time.time_ns() - n * DAY_NS)
-    old = lab.chunks(lab.namespace(), range(10), age_s=400 * 86400)
-    watch("--tenant-max-size", "one=1MiB", "--tenant-max-size", "3MiB", "--unused-for", "300d")
-    wait_for(lambda: not any(map(os.path.exists, old)), 60)
-    wait_for(lambda: disk_nbytes(one) <= 1 << 20, 60)
-    wait_for(lambda: sum(map(disk_nbytes, both)) <= 3 << 20, 60)
-    assert sum(map(disk_nbytes, both)) > 2 << 20
-    assert disk_nbytes(one) > 0.8 * (1 << 20)
-
-
 def _metrics(process):
     port = process.log.read_text().partition("http://127.0.0.1:")[2].partition("/")[0]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
-
-
-def test_metrics_say_what_is_there_and_when_the_root_was_last_heard_of(lab, watch):
-    where = lab.namespace(tenant="acme")
-    paths = lab.chunks(where, range(40))
-    limit = disk_nbytes(lab.path) // 2
-    process = watch("--max-size", str(limit), "--metrics-port", "0")
-    labels = f'{{namespace="{where.id}",tenant="acme"}}'
-    files = f"fskv_root_namespace_files{labels}"
-    wait_for(lambda: "fskv_root_count_age_seconds" in _metrics(process))
-    # What was removed is told at once, what is left with the next count.
-    wait_for(lambda: _metrics(process)[files] == sum(map(os.path.exists, paths)) < len(paths))
-    found = _metrics(process)
-    left = sum(map(os.path.exists, paths))
-    assert found[files] == left
-    assert found[f"fskv_root_namespace_bytes{labels}"] == disk_nbytes(lab.path)
-    assert found['fskv_root_tenant_bytes{tenant="acme"}'] == disk_nbytes(lab.path)
-    assert found["fskv_root_pruned_files_total"] == len(paths) - left
-    assert found['fskv_root_limit_bytes{kind="root",name=""}'] == limit
-    assert found["fskv_root_lease_held"] == 1
-    assert found["fskv_root_last_step_age_seconds"] < 20
 
 
 HANGING = """

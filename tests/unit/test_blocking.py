@@ -202,27 +202,6 @@ def test_a_page_is_good_only_if_it_holds_its_chunk(make, tmp_path):
     assert make().load(wanted) == [True] * 8
 
 
-def test_calls_of_several_threads_each_get_their_own_answer(make):
-    store = make()
-    everything = pages(range(40))
-    store.fill(everything)
-    outcomes = {}
-
-    def work(number):
-        mine = everything[number::4]
-        stored = store.store(mine)
-        there = store.count_present([page.chunk for page in mine])
-        outcomes[number] = (stored, there, store.load(mine))
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert outcomes == {number: ([True] * 10, 10, [True] * 10) for number in range(4)}
-    assert store.holds(everything) == [True] * 40
-
-
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_call_returns_at_its_deadline_and_its_pages_stay_as_they_are(make, monkeypatch, hangs):
     """Without the hang, the control, the same call is good."""

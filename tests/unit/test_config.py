@@ -7,8 +7,6 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fskv.config import Deadline, StoreConfig
 from fskv.errors import ConfigError
@@ -118,33 +116,6 @@ def test_a_legal_value_is_taken(name, value):
 @pytest.mark.parametrize(("name", "value"), BAD_CASES)
 def test_a_value_of_the_wrong_kind_unit_or_size_is_refused(name, value):
     assert "expected" in refused(**{name: value})
-
-
-@settings(max_examples=300, deadline=None, database=None)
-@given(
-    st.sampled_from(sorted(FIELDS)),
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text(max_size=20)
-        | st.binary(max_size=5),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
-        max_leaves=3,
-    ),
-)
-def test_nothing_but_a_config_error_comes_out(name, value):
-    try:
-        config = parsed(**{name: value})
-    except ConfigError as caught:
-        message = str(caught)
-    else:
-        message = ""
-    if message:
-        assert f"option '{name}'" in message or name.startswith("deadline")
-    elif FIELDS[name].metadata["unit"] == "seconds":
-        assert math.isfinite(getattr(config, name))
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "TiB", "1" * 5000 + "B"])

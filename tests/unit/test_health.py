@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 
 import pytest
 import toy_engine
@@ -83,17 +82,6 @@ def test_negative_control_a_file_of_which_nothing_is_due_is_left_alone(make):
     case.file._look = lambda: turns.append(1) or {}
     wait_for(lambda: len(turns) > 20)
     assert os.stat(case.path).st_ino == info.st_ino
-
-
-def test_a_reader_never_sees_half_of_it_and_no_part_is_left(make, tmp_path):
-    case = make(every_s=0.0)
-    wait_for(case.read)
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
-        with open(case.path) as file:
-            assert json.load(file)["state"] == "ok"
-    case.file.close()
-    assert os.listdir(tmp_path) == ["health.json"]
 
 
 def test_it_stays_small_whatever_is_said(make):

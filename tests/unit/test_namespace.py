@@ -8,7 +8,7 @@ import math
 from enum import StrEnum
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fskv.errors import ConfigError, IdentityMismatch
@@ -233,21 +233,6 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-@settings(deadline=None)
-@given(tree=JSON, name=st.none() | st.sampled_from([*FIELDS, "format", "tenant", "extra"]))
-@example(tree={"\x1f": None}, name="topology")
-def test_from_manifest_raises_nothing_but_identity_mismatch(tree, name):
-    manifest = tree if name is None else {**identity().to_manifest(), name: tree}
-    try:
-        found = Identity.from_manifest(manifest)
-    except IdentityMismatch as error:
-        message = str(error)
-    else:
-        message = ""
-        assert Identity.from_manifest(through_json(found.to_manifest())) == found
-    assert message.isprintable()
 
 
 # --- diff -------------------------------------------------------------------------------

@@ -61,12 +61,6 @@ def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_pat
         engine(staging_bytes=room, io_threads=4)
 
 
-def test_another_model_loads_nothing_of_it(engine):
-    first, other = engine(), engine(model="other")
-    assert first.run(PROMPT) != other.run(PROMPT)
-    assert other.num_loaded == 0
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_toy_would_show_a_wrong_byte(engine, tmp_path, monkeypatch, broken):
     """The negative control: without the check of rows, a flipped bit is in the KV."""
@@ -80,15 +74,6 @@ def test_the_toy_would_show_a_wrong_byte(engine, tmp_path, monkeypatch, broken):
         monkeypatch.setattr(chunk_file, "check_digests", lambda *_: None)
         monkeypatch.setattr(host, "Native", lambda pages, **rest: Native(pages=None, **rest))
     assert (engine().run(PROMPT) == kv) is not broken
-
-
-@pytest.mark.parametrize(("bound", "holds"), [("64 KiB", True), ("1 GiB", False)])
-def test_a_bound_holds(engine, tmp_path, bound, holds):
-    """With a large one, the control, as much is written as is asked for."""
-    small = engine(max_bytes=bound)
-    for number in range(12):
-        small.run([number, *PROMPT[1:]])
-    assert (sum(path.stat().st_size for path in files(tmp_path)) <= 64 << 10) is holds
 
 
 PRUNED = (b"sixteen bytes so", 7)
@@ -237,20 +222,6 @@ def test_memory_that_would_be_read_wrong_is_refused(tmp_path, memory, words):
         open_store({"root": str(tmp_path)}, identity("toy"), memory)
 
 
-def test_two_jobs_of_one_id_are_an_error(engine):
-    kv = engine().kv
-    kv.mover.load(7, kv.moves(CHUNK, [0, 1]))
-    with pytest.raises(ValueError, match="job 7 is under way"):
-        kv.mover.load(7, kv.moves(CHUNK, [2, 3]))
-
-
-def test_tenants_do_not_share(engine):
-    one, other = engine(tenant="a"), engine(tenant="b")
-    assert one.run(PROMPT) == other.run(PROMPT)
-    assert (one.num_stored, other.num_stored, other.num_loaded) == (4, 4, 0)
-    assert one.kv.directory.path != other.kv.directory.path
-
-
 def test_an_identity_of_another_tenant_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="option 'tenant': found 'b', expected 'a'"):
         open_store(
@@ -265,8 +236,10 @@ def test_after_a_drop_nothing_is_claimed_and_after_a_stop_nothing_is_stored(engi
     toy = engine()
     kv = toy.kv
     assert kv.lookup.begin_store([CHUNK]) == [CHUNK]
+    assert kv.lookup.capacity._pending
     getattr(kv, drop)()
     assert not kv.lookup.storing
+    assert not kv.lookup.capacity._pending, "its room is given back"
     kv.mover.store(100, kv.moves(CHUNK, [0, 1]))
     assert not kv.lookup.begin_store([CHUNK]) or drop == "drop"
     settled(kv)

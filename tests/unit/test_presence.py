@@ -472,51 +472,12 @@ def test_a_chunk_that_was_gone_is_no_reason_for_a_quarantine(bench):
     assert bench.learn(1) == [HIT]
 
 
-def test_a_store_ends_the_quarantine_and_every_other_doubt(bench):
-    bench.index.mark_failed(chunk(1), Status.CORRUPT)
-    bench.learn(2)
-    bench.index.lookup(chunk(3))
-    for number in (1, 2, 3, 4):
-        bench.index.mark_stored(chunk(number))
-        assert bench.index.lookup(chunk(number)) == HIT
-        assert bench.index.known_present(chunk(number))
-    bench.answer()  # a probe of 3 was on its way and has not seen the file
-    bench.index.flush()
-    assert bench.index.lookup(chunk(3)) == HIT
-
-
-def test_forgetting_all_asks_again(bench):
-    bench.disk.present = {chunk(1)}
-    bench.learn(1, 2)
-    bench.index.forget_all()
-    assert bench.index.num_known == 0
-    assert bench.learn(1, 2) == [HIT, ABSENT]
-
-
 # --- removed chunks ---------------------------------------------------------------------------
 
 
 def name(number):
     """What the pruning process says of a chunk: made without the code under test."""
     return xxhash.xxh3_128_digest(chunk(number).key_hash), 0
-
-
-@pytest.mark.parametrize("learnt", ["probed", "stored"])
-def test_a_hit_is_a_miss_once_its_chunk_was_removed(bench, learnt):
-    bench.disk.present = {chunk(1), chunk(2)}
-    if learnt == "probed":
-        assert bench.learn(1, 2) == [HIT, HIT]
-    else:
-        bench.index.mark_stored(chunk(1))
-        bench.index.mark_stored(chunk(2))
-    bench.disk.present = {chunk(2)}
-    bench.index.mark_removed([name(1)])
-    assert not bench.index.known_present(chunk(1))  # or nobody would store it again
-    assert bench.index.lookup(chunk(1)) == ABSENT
-    assert bench.index.known_present(chunk(2))
-    assert bench.index.lookup(chunk(2)) == HIT  # only those that are named
-    bench.clock.advance(2.1)
-    assert bench.learn(1) == [ABSENT]
 
 
 def test_only_the_group_that_is_named_was_removed(bench):
@@ -617,6 +578,7 @@ def test_a_walk_never_hits_what_is_gone_and_never_contradicts_what_is_known(even
             elif event == "r":
                 bench.disk.present.discard(it)
                 bench.index.mark_removed([name(number)])
+                assert not bench.index.known_present(it), "or nobody would store it again"
                 gone.add(it)
             elif event == "f":
                 bench.disk.present.discard(it)

@@ -217,15 +217,6 @@ def test_a_root_without_permission_is_a_root_error_that_says_so(mode_):
         shutil.rmtree(path)
 
 
-def test_a_read_only_file_system_is_a_root_error_that_says_so(path):
-    mount = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
-    prefix = ("unshare", "-m", "sh", "-c", mount, str(path))
-    if not shutil.which("unshare") or run_python("", prefix=prefix).returncode:
-        pytest.skip("cannot mount a tmpfs here (needs root)")
-    done = run_python(OPEN_AS_NOBODY.replace("65534", "0"), str(path), prefix=prefix)
-    assert "mounted read-only" in done.stdout, done
-
-
 @pytest.fixture
 def faults(monkeypatch):
     """Make an os function fail the first `times` calls on a path that matches; lists the hits."""

@@ -14,9 +14,8 @@ import msgpack
 import numpy as np
 import pytest
 import xxhash
-from capacity_lab import age_directories, make_namespace, run, write_chunk
+from capacity_lab import age_directories, run, write_chunk
 
-from fskv.bounds.evict import Need, plan
 from fskv.index.scan import RECORD, Shard
 from fskv.index.snapshot import Catalogue
 from fskv.root.root import SNAPSHOT_FILE
@@ -80,46 +79,6 @@ def test_every_flipped_byte_is_noticed(namespace):
     with open(path, "wb") as file:
         file.write(content)
     assert Catalogue.load(namespace).num_files == 3  # the negative control
-
-
-def test_what_is_no_snapshot_counts_as_none(namespace, tmp_path):
-    path = f"{namespace}/{SNAPSHOT_FILE}"
-    known(namespace, 3).save()
-    good = pathlib.Path(path).read_bytes()
-    (tmp_path / "other").write_bytes(good)
-    tree = msgpack.unpackb(good)
-
-    def is_refused():
-        return Catalogue.load(namespace).num_files == 0
-
-    for changes in (
-        {"snapshot": 2},
-        {"records": b""},
-        {"counts": b""},
-        {"counts": np.full(4096, 2**32 - 1, "<u4").tobytes()},
-        {"dir_mtimes": "text"},
-        {"taken_at_ns": -1},
-        {"taken_at_ns": 1 << 63},
-        {"taken_at_ns": None},
-        {"digest": None},
-        {"more": 1},
-    ):
-        with open(path, "wb") as file:
-            file.write(msgpack.packb(tree | changes))
-        assert is_refused(), changes
-    for content in (b"\x81", b"\xdd\xff\xff\xff\xff" + b"\x91" * 100_000, b"\x93\1\2\3", b"{}"):
-        with open(path, "wb") as file:
-            file.write(content)
-        assert is_refused(), content[:9]
-    os.unlink(path)
-    os.symlink(tmp_path / "other", path)
-    assert is_refused()
-    os.unlink(path)
-    os.mkdir(path)
-    assert is_refused()
-    os.rmdir(path)
-    os.mkfifo(path)
-    assert is_refused()
 
 
 def forged(namespace, changes=lambda records: None, count=3000):
@@ -200,28 +159,6 @@ def test_a_snapshot_of_holes_costs_no_memory(namespace, believed):
     files, mebibytes = map(int, done.stdout.split())
     assert files == believed * count // RECORD.itemsize
     assert (mebibytes > 140) is believed
-
-
-def test_a_catalogue_of_nothing_costs_next_to_nothing(tmp_path):
-    """Hundreds of old, empty namespaces are common where models and versions come and go."""
-    count = 200
-    namespaces = [make_namespace(tmp_path, f"cpu/m@{n:016x}") for n in range(count)]
-    tracemalloc.start()
-    try:
-        catalogues = [Catalogue.load(namespace) for namespace in namespaces]
-        assert tracemalloc.get_traced_memory()[0] < 4096 * count
-        one = write_chunk(namespaces[7], 1)
-        for catalogue in catalogues[:50]:
-            run(catalogue.refresh(time.time_ns()))
-    finally:
-        tracemalloc.stop()
-    chosen = plan(catalogues, Need(1 << 40))
-    assert [c.catalogue for c in chosen] == [catalogues[7]]
-    assert catalogues[7].num_files == 1
-    os.unlink(one)
-    run(catalogues[7].refresh(time.time_ns()))
-    assert catalogues[7].num_files == catalogues[7].nbytes == 0
-    assert catalogues[7].shards() == []
 
 
 def test_a_file_costs_about_40_bytes_of_memory(namespace):

@@ -316,27 +316,6 @@ def test_no_file_descriptor_is_left_open(make_world):
 # --- races ------------------------------------------------------------------------------------
 
 
-def test_a_reader_sees_a_whole_file_or_none_while_writers_replace_it(make_world):
-    world = make_world()
-    stop = threading.Event()
-
-    def rewrite():
-        while not stop.is_set():
-            world.store._suspect(world.chunk(1))
-            world.put(1, world.content())
-
-    writers = [threading.Thread(target=rewrite) for _ in range(2)]
-    for writer in writers:
-        writer.start()
-    try:
-        found = {world.get(1)[0] for _ in range(100)}
-    finally:
-        stop.set()
-        for writer in writers:
-            writer.join(20)
-    assert found <= {Status.OK, Status.MISSING}
-
-
 def test_a_good_file_that_replaced_a_bad_one_during_the_read_is_not_discarded(make_world):
     world, other = make_world(), make_world()
     other.put(2, other.content())  # so that there is a chunks directory

@@ -261,27 +261,6 @@ def test_an_urgent_task_that_hangs_holds_nobody_back(line):
     assert queue.num_hung == 0
 
 
-def test_every_idle_thread_that_is_needed_is_woken(line):
-    queue, make = line
-    waiting = [takes(queue) for _ in range(4)]
-    wait_for(lambda: queue.num_idle == 4)
-    tasks = [make(True) for _ in range(4)]
-    queue.push(tasks[:1])
-    queue.push(tasks[1:])
-    wait_for(lambda: all(waiting))
-    assert {id(task) for (task,) in waiting} == {id(task) for task in tasks}
-
-
-def test_a_task_of_another_queue_is_left_alone(line):
-    queue, make = line
-    task = make(False)
-    queue.push([task])
-    other = _native.Queue(8, 1)
-    for change in (other.write_off, other.finish):
-        assert not change(task)
-    assert queue.take(None) is task
-
-
 def test_parked_transfers_wait_for_their_release_and_some_go_first(line):
     queue, make = line
     parked, normal, first = make(False), make(False), make(False)
