@@ -7,7 +7,6 @@ file out of place and no wrong exit code may come of it.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import pathlib
 import re
@@ -31,13 +30,12 @@ NAMES = [entry.name for entry in cli.COMMANDS]
 @pytest.mark.parametrize("width", [60, 120])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_width_cuts_an_options_name(name, width):
-    manual = importlib.import_module("fskv_tools.manual")
-    (entry,) = [entry for entry in cli.COMMANDS if entry.name == name]
-    function = importlib.import_module(entry.module).command
-    options = [one for one in manual._parameters(function) if one.is_option]
     shown = run(name, "--help", env={"COLUMNS": str(width)}).stdout
     assert " range>" not in shown
-    for option in (word for one in options for word in one.names):
+    parameters = cli.load(name).params
+    for option in (
+        word for one in parameters if one.param_type_name == "option" for word in one.opts
+    ):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), option
 
 
