@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -132,12 +132,12 @@ class Namespace:
             if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
                 runner.close()
 
-    def listed(self, row: _Counted) -> Iterator[Shard]:
-        """Walk the directories of chunks; an unlistable one is said and counted in `row`."""
+    def listed(self, row: _Counted, told: Callable[[str], object] = say) -> Iterator[Shard]:
+        """Walk the directories of chunks; an unlistable one is told and counted in `row`."""
         for found in self.walk():
             if isinstance(found, Unlistable):
                 row.unlistable += 1
-                say(str(found))
+                told(str(found))
             else:
                 yield found
 

@@ -39,7 +39,7 @@ def test_no_width_cuts_an_options_name(name, width):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), option
 
 
-FOREIGN = {"torch", "vllm", "kvikio", "matplotlib", "prometheus_client"}
+FOREIGN = {"torch", "vllm", "kvikio", "jinja2", "prometheus_client"}
 MUCH = FOREIGN | {"numpy", "asyncio", "aiofiles"}
 
 

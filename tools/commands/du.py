@@ -119,7 +119,7 @@ def command(
     view = RootView.open(root)
     spaces = view.matching(namespace)
     ages_s = sorted(age_option("--unused-for", text) for text in unused_for or ("1d", "7d", "30d"))
-    usage = RootUsage(view.path, spaces, ages_s)
+    usage = RootUsage(view.path, spaces, ages_s, forecasts=True)
     with walk_progress("looking", len(spaces)) as seen:
         usage.count(seen)
     tables = {one: usage.sums(partial(_key, one)) for one in by or By}
@@ -127,8 +127,7 @@ def command(
         _emit(usage, tables)
     else:
         _print(root, usage, tables)
-    unlistable = any(one.unlistable for one in usage.namespaces)
-    raise typer.Exit(outcome(problems=usage.num_problems, partial=unlistable))
+    raise typer.Exit(outcome(problems=usage.num_problems, partial=usage.unlistable))
 
 
 # --- for people -------------------------------------------------------------------------
@@ -261,8 +260,8 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
         **_counts(usage.total, usage.ages),
         namespaces=len(usage.namespaces),
         problems=usage.num_problems,
-        foreign=sum(one.num_foreign for one in usage.namespaces),
-        unlistable=sum(one.unlistable for one in usage.namespaces),
+        foreign=usage.num_foreign,
+        unlistable=usage.unlistable,
         heartbeats=len(usage.bounds.heartbeats),
         counted_at=rfc3339(usage.bounds.counted_at_ns),
     )

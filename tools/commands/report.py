@@ -14,7 +14,9 @@ from ..endpoint import Endpoint, NoMetrics, Scraper, addresses
 from ..exits import UsageError, outcome
 from ..options import MetricsOption, RootOption
 from ..root_view import RootView
-from ..terminal import iec, many, progress, say, show
+from ..terminal import iec, many, say, show, walk_progress
+
+_AGES_S = [hours * 3600 for hours in (1, 6, 24, 7 * 24, 30 * 24, 180 * 24)]
 
 
 def command(
@@ -26,23 +28,24 @@ def command(
 ) -> None:
     """Write one HTML page about a root: content, ages and health.
 
-    The command needs jinja2 and matplotlib: pip install 'fskv[report]'. The page needs no network and no
-    script. Exit code 3 also if an engine gave no metrics.
+    The command needs jinja2: pip install '.[report]'. The page needs no network and no script. Exit code 3
+    also if an engine gave no metrics.
     """
-    from .. import survey
     from ..report.page import check_installed, page
+    from ..survey import Observer
+    from ..usage import RootUsage
 
     check_installed()
     urls = addresses(metrics)
     view = RootView.open(root)
     path = _checked(html, view.path)
-    observer = survey.Observer(view)
-    with progress() as drawn:
-        task = drawn.add_task("namespaces", total=None)
-        walk = survey.walk(view, lambda done, all_: drawn.update(task, completed=done, total=all_))
-    seen = observer.look(walk)
+    spaces = view.namespaces()
+    counted = RootUsage(view.path, spaces, _AGES_S)
+    with walk_progress("looking", len(spaces)) as step:
+        counted.count(step)
+    seen = Observer(view).look(counted)
     answers = list(map(_asked, urls))
-    text = page(seen, walk, answers)
+    text = page(seen, counted, answers)
     data = text.encode("utf-8", "backslashreplace")
     part = f"{os.path.dirname(path)}/.fskv-report-{unique_name()}.part"
     with publishing(path, 0o666, part=part, umask=True) as file:  # a page is for others to read

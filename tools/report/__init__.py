@@ -1,1 +1,1 @@
-"""One HTML page about a root: its figures, its template, and the template's data."""
+"""One HTML page about a root: its template, and the template's data."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,23 +19,19 @@ from ..endpoint import Endpoint
 from ..exits import CommandError
 from ..root_view import by_line
 from ..terminal import ago, iec, many, rfc3339, show
+from ..usage import RootUsage
 
 
 def check_installed() -> None:
-    """Raise CommandError unless the packages for a page are installed."""
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib as mpl  # noqa: F401
-    except ImportError as error:
-        hint = "a page needs it: pip install 'fskv[report]'"
-        raise CommandError(f"report: {error.name} is not installed; {hint}") from None
+    """Raise CommandError unless the package for a page is installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        hint = "a page needs it: pip install '.[report]'"
+        raise CommandError(f"report: jinja2 is not installed; {hint}")
 
 
-def page(seen: survey.Survey, walk: survey.Walk, endpoints: Sequence[Endpoint] = ()) -> str:
+def page(seen: survey.Survey, counted: RootUsage, endpoints: Sequence[Endpoint] = ()) -> str:
     """Return the whole page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    from . import figures
 
     def finalize(value: Any) -> Any:
         return show(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
@@ -46,17 +43,15 @@ def page(seen: survey.Survey, walk: survey.Walk, endpoints: Sequence[Endpoint] =
         undefined=StrictUndefined,
     )
     jinja.filters |= {"iec": iec, "many": many, "share": _share, "num": "{:,}".format}
-    jinja.filters["ago"] = lambda ns: ago(ns, walk.at_ns)
+    jinja.filters["ago"] = lambda ns: ago(ns, counted.at_ns)
     text = jinja.get_template("page.html.j2").render(
         seen=seen,
         at=(rfc3339(seen.at_ns) or "")[:19].replace("T", " "),
-        walk=walk,
-        spaces=by_line(walk.namespaces),
-        unused=[(f"{days} d", walk.unused(days * survey.DAY)) for days in (1, 7, 30)],
-        last_use=figures.by_last_use(walk),
-        warnings=survey.warnings(seen, walk),
+        spaces=by_line(counted.rows),
+        num_spaces=len(counted.namespaces),
+        unused=dict(zip(counted.ages, (nbytes for _, nbytes in counted.total.unused), strict=True)),
+        warnings=survey.warnings(seen, counted),
         endpoints=endpoints,
-        colours=(figures.LIGHT, figures.DARK),
         version=__version__,
     )
     # Nothing may be loaded or run, and no style but this sheet is used: not one that a name brought in.
