@@ -6,6 +6,7 @@ engine stores nothing if the root is 2 % above a bound, or half of `keep_free` i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from fskv.config import StoreConfig
 from fskv.namespace import Identity
 
 from .explain.chunk_state import GroupFiles
-from .neighbours import bounds_of, wall_clock_ns
+from .neighbours import bounds_of
 from .root_view import RootView
 from .terminal import iec
 
@@ -52,7 +53,7 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
     `told` has the limits of engines to come; the tightest holds. Without `told` living engines give them;
     where no engine lives, an engine's default is taken.
     """
-    now_ns = wall_clock_ns()
+    now_ns = time.time_ns()
     held = bounds_of(root, now_ns, *told)
     if not told and not any(beat.namespace for beat in held.heartbeats):
         held = bounds_of(root, now_ns, Limits(keep_free=USUAL))

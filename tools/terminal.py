@@ -193,20 +193,11 @@ def many(number: int, noun: str, nouns: str = "") -> str:
 
 def iec(nbytes: float) -> str:
     """Write bytes with an IEC unit and three digits: `512 B`, `1.50 KiB`, `12.3 MiB`, `456 GiB`."""
-    return _three_digits(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-
-
-def si(nbytes: float) -> str:
-    """Write bytes with a unit of 1000, as storage is sold, and three digits: `131 kB`, `3.93 MB`."""
-    return _three_digits(nbytes, 1000, ("kB", "MB", "GB", "TB"))
-
-
-def _three_digits(value: float, base: int, units: Sequence[str]) -> str:
-    unit = "B"
-    for bigger in units:
+    value, unit = nbytes, "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         if abs(value) < 999.5:
             break
-        value, unit = value / base, bigger
+        value, unit = value / 1024, bigger
     if unit == "B":
         return f"{int(value)} B"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0

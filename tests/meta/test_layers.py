@@ -58,7 +58,7 @@ HOMES = {
     # top and report read what engines publish, prune --watch publishes
     "prometheus_client": ("tools.endpoint", "tools.exporter", "fskv.engines.prometheus"),
     # report
-    "jinja2": ("tools.report*",),
+    "jinja2": ("tools.commands.report",),
     # block_hashes: the engine's own keys, where it hashes with a *_cbor algorithm
     "cbor2": ("tools.block_hashes",),
     # explain --prompt --tokenizer, where vLLM is

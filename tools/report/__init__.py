@@ -1,1 +1,0 @@
-"""One HTML page about a root: its template, and the template's data."""
