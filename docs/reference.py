@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from fskv_tools import cli, exporter
-from fskv_tools.exits import MEANINGS
+from fskv_tools.exits import Exit
 
 from fskv.config import MIB, StoreConfig
 from fskv.kv_transfer.line import LESS, REFUSED
@@ -120,6 +120,14 @@ def with_tables(text: str, *tables: Callable[[], Iterator[str]]) -> str:
 
 # --- cli.md -----------------------------------------------------------------------------
 
+_EXITS = {
+    Exit.OK: "all is well",
+    Exit.PROBLEMS: "problems were found: a damaged namespace or file; 1 goes before 3",
+    Exit.USAGE: "a bad argument, or neither a terminal nor `--yes`",
+    Exit.PARTIAL: "a part was not done: unlistable, unreadable, unwritable, or out of time",
+    Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP, 141 after a closed pipe",
+}
 _HEAD = """# The command line
 
 `fskv` looks into a cache root from any machine that mounts it. `make reference` writes this page.
@@ -150,7 +158,7 @@ def command_line() -> str:
         for field, text in kind.items()
         if text
     )
-    codes = (f"| {code.value} | {text} |" for code, text in MEANINGS.items())
+    codes = (f"| {code.value} | {_EXITS[code]} |" for code in Exit)
     parts = [_HEAD, "## Exit codes\n", "| code | |\n|---|---|", *codes]
     parts += ["\n## What commands share\n", "| option | |\n|---|---|", *options]
     parts += ["\n| field of JSON | |\n|---|---|", *fields, ""]

@@ -17,7 +17,7 @@ from fskv.namespace import Identity
 from .explain.chunk_state import GroupFiles
 from .neighbours import bounds_of
 from .root_view import RootView
-from .terminal import iec
+from .terminal import iec, share
 
 USUAL = StoreConfig(root="/").keep_free
 _NAMES = {"root": "max_bytes", "tenant": "tenant_max_bytes"}
@@ -67,8 +67,8 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
             found.append(Bound(words, scope.limit, scope.left, beyond, scope.used))
     if space.total_nbytes:
         kept = min(usage.kept_free, space.total_nbytes)
-        share = 100 * space.free_nbytes / space.total_nbytes
-        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.1f} %)"
+        free_share = share(space.free_nbytes, space.total_nbytes)
+        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({free_share})"
         words = f"{free}, keep_free of {iec(kept)}"
         left = space.free_nbytes - kept
         found.append(Bound(words, space.total_nbytes - kept, left, kept - kept // 2, everything))

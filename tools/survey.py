@@ -189,7 +189,7 @@ def warnings(seen: Survey, counted: RootUsage | None = None) -> list[tuple[str, 
         named = f"{many(len(lost), 'engine')} {status}: {', '.join(lost[:5])}"
         found.append(("warn", len(lost), named))
     if counted is not None:
-        orphans = sum(one.parts.orphaned for one in counted.namespaces)
+        orphans = sum(one.parts.orphaned_parts for one in counted.namespaces)
         parts = many(orphans, "unfinished file")
         foreign = many(counted.num_foreign, "foreign entry", "foreign entries")
         found += [

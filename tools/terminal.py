@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -204,6 +204,11 @@ def iec(nbytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def share(part: float | None, whole: float = 1) -> str:
+    """Write a share in per cent; a dash if it is unknown."""
+    return f"{100 * part / whole:.1f} %" if whole and part is not None else "-"
+
+
 def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
     """Write how long ago a time was: `42 s ago`, `3 h ago`; a dash for none."""
     if mtime_ns is None:
@@ -267,9 +272,7 @@ def columns() -> int:
     """Return the width of the terminal; a huge number where stdout is no terminal."""
     if not sys.stdout.isatty():
         return 1 << 20
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    return 80
+    return shutil.get_terminal_size((80, 0)).columns
 
 
 def is_narrow() -> bool:

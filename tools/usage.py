@@ -29,9 +29,9 @@ Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind
 class Parts:
     """Files that were never published."""
 
-    orphaned: int = 0  # their writer is gone, or they are older than an hour
+    orphaned_parts: int = 0  # their writer is gone, or they are older than an hour
     orphaned_nbytes: int = 0
-    in_progress: int = 0
+    parts_in_progress: int = 0
     in_progress_nbytes: int = 0
 
 
@@ -145,10 +145,10 @@ class RootUsage:
     def _add_parts(self, parts: Parts, found: Iterable[Part]) -> None:
         for part in found:
             if is_orphan(os.path.basename(part.path), part.mtime_ns, self.at_ns):
-                parts.orphaned += 1
+                parts.orphaned_parts += 1
                 parts.orphaned_nbytes += part.nbytes
             else:
-                parts.in_progress += 1
+                parts.parts_in_progress += 1
                 parts.in_progress_nbytes += part.nbytes
 
     def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from typing import Annotated
@@ -200,10 +201,12 @@ def _cells(count: Count) -> list[str]:
 def _print_garbage(one: NamespaceUsage) -> None:
     parts = one.parts
     facts = []
-    if parts.orphaned:
-        facts.append(f"{many(parts.orphaned, 'orphaned part')} ({iec(parts.orphaned_nbytes)})")
-    if parts.in_progress:
-        facts.append(f"{parts.in_progress:,} being written ({iec(parts.in_progress_nbytes)})")
+    if parts.orphaned_parts:
+        facts.append(
+            f"{many(parts.orphaned_parts, 'orphaned part')} ({iec(parts.orphaned_nbytes)})"
+        )
+    if parts.parts_in_progress:
+        facts.append(f"{parts.parts_in_progress:,} being written ({iec(parts.in_progress_nbytes)})")
     if one.num_foreign:
         facts.append(f"{one.num_foreign:,} foreign entries")
     if facts:
@@ -235,10 +238,7 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
         emit(
             "garbage",
             namespace=one.namespace.id,
-            orphaned_parts=one.parts.orphaned,
-            orphaned_nbytes=one.parts.orphaned_nbytes,
-            parts_in_progress=one.parts.in_progress,
-            in_progress_nbytes=one.parts.in_progress_nbytes,
+            **asdict(one.parts),
             foreign=one.num_foreign,
             problem=one.namespace.problem,
             unlistable=one.unlistable,

@@ -23,7 +23,7 @@ from ..exits import CommandError, UsageError, outcome
 from ..options import MetricsOption, RootOption
 from ..root_view import RootView, by_line
 from ..survey import Observer, Survey, warnings
-from ..terminal import ago, iec, many, rfc3339, say, show, walk_progress
+from ..terminal import ago, iec, many, rfc3339, say, share, show, walk_progress
 from ..usage import RootUsage
 
 _AGES_S = [hours * 3600 for hours in (1, 6, 24, 7 * 24, 30 * 24, 180 * 24)]
@@ -104,7 +104,7 @@ def _printable(value: Any) -> Any:
 
 def _page(jinja: Any, seen: Survey, counted: RootUsage, endpoints: Sequence[Endpoint]) -> str:
     """Return the whole page."""
-    jinja.filters |= {"iec": iec, "many": many, "share": _share, "num": "{:,}".format}
+    jinja.filters |= {"iec": iec, "many": many, "share": share, "num": "{:,}".format}
     jinja.filters["ago"] = lambda ns: ago(ns, counted.at_ns)
     text: str = jinja.get_template("report.html.j2").render(
         seen=seen,
@@ -120,7 +120,3 @@ def _page(jinja: Any, seen: Survey, counted: RootUsage, endpoints: Sequence[Endp
     (sheet,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
     return text.replace("STYLE-SHA256", f"sha256-{digest}", 1)
-
-
-def _share(part: float | None, whole: float = 1) -> str:
-    return f"{100 * part / whole:.1f} %" if whole and part is not None else "-"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .. import survey
 from ..endpoint import Endpoint
-from ..terminal import ago, duration, iec, many, plain, rfc3339, show
+from ..terminal import ago, duration, iec, many, plain, rfc3339, share, show
 from .watch import Frame
 
 _STYLES = {survey.ALIVE: "green", survey.SILENT: "yellow", survey.GONE: "red", "bad": "red"}
@@ -51,10 +51,6 @@ def rate(value: float | None) -> str:
     if value is None:
         return "-"
     return "0" if abs(value) < 0.5 else f"{iec(value)}/s"
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 # --- the parts --------------------------------------------------------------------------
