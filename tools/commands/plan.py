@@ -13,7 +13,7 @@ from fskv.root.root import MANIFEST_FILE
 from ..exits import UsageError
 from ..options import JsonOption, root_option
 from ..plan.engine import Engine, of_model, of_namespace
-from ..recorded import resolve
+from ..root_view import identity_of
 from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, size_option
 
 LINES = {
@@ -123,7 +123,7 @@ def command(
             raise UsageError(
                 f"{show(model)}: no config.json; a namespace has its engine's own settings"
             )
-        engine = of_namespace(resolve(model, root), interval)
+        engine = of_namespace(identity_of(model, root), interval)
     length = min(prompt_tokens, engine.max_model_len or prompt_tokens)
     hit_tokens, hit_files, hit_nbytes = engine.hit(length)
     files, nbytes = engine.stored(length, hit_tokens)
