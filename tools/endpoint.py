@@ -55,11 +55,15 @@ class Sample:
         return sorted(value for value in found if value)
 
     @property
+    def is_caching_off(self) -> bool:
+        return "False" in self.labels("enable_prefix_caching")
+
+    @property
     def status(self) -> str:
         """Say in a word or two whether these engines load and store."""
         if not any(name.startswith("fskv_") for name, _ in self.series):
             return "no metrics of fskv"
-        if "False" in self.labels("enable_prefix_caching"):
+        if self.is_caching_off:
             return "off: prefix caching"
         wrong = {name for (name, _), value in self.series.items() if value}
         return next((words for name, words in _STATES.items() if name in wrong), "ok")

@@ -24,16 +24,6 @@ class Exit(IntEnum):
     INTERRUPTED = 130  # by SIGINT; 128 + its number by another signal
 
 
-MEANINGS = {
-    Exit.OK: "all is well",
-    Exit.PROBLEMS: "problems were found: a damaged namespace or file; 1 goes before 3",
-    Exit.USAGE: "a bad argument, or neither a terminal nor `--yes`",
-    Exit.PARTIAL: "a part was not done: unlistable, unreadable, unwritable, or out of time",
-    Exit.NOT_A_ROOT: "the root is missing, unreadable, not an fskv root, or of another format",
-    Exit.INTERRUPTED: "interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP, 141 after a closed pipe",
-}
-
-
 def outcome(*, problems: object, partial: object) -> Exit:
     """Return the exit code of a finished command: the worse of problems and missing parts."""
     return Exit.PROBLEMS if problems else Exit.PARTIAL if partial else Exit.OK

@@ -1,23 +1,16 @@
-"""Reads a JSON file of the command line: strictly, and no more than fits into memory.
+"""Reads a file that the command line names, no more of it than fits into memory.
 
-A fifo, a device or a directory is refused instead of waited for; what two readers could understand
-differently (a key twice, NaN) is refused too.
+A fifo, a device or a directory is refused instead of waited for.
 """
 
 from __future__ import annotations
 
 import sys
 
-from fskv.namespace import Json, parse_json
 from fskv.root.files import read_small
 
 from .exits import UsageError
 from .terminal import show
-
-
-def read_json(path: str, limit: int = 16 << 20) -> Json:
-    """Return the content of a JSON file. Raises UsageError if it cannot be read, ValueError for no JSON."""
-    return parse_json(read_bytes(path, limit))
 
 
 def read_bytes(path: str, limit: int) -> bytes:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fskv.bounds.eviction_news import EvictionNews
@@ -28,7 +27,8 @@ from .terminal import iec
 
 # A heartbeat is written anew every quarter of a TTL; fskv.bounds.leader gives one up after as long as this.
 _SILENT_S = 4 * TTL_S
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def clock_ns(root: str) -> int:
@@ -36,18 +36,30 @@ def clock_ns(root: str) -> int:
 
     Raises NotDone: where no file can be made, none can be removed.
     """
-    path = f"{root}/{PART_PREFIX}{unique_name()}.part"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with new_file(root) as (_, fd):
+            return os.fstat(fd).st_mtime_ns
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise NotDone(f"{root}: nothing can be removed: {error.strerror}") from None
         os.utime(f"{root}/{FORMAT_FILE}")  # no inode is left: this is when a prune is wanted most
         return os.stat(f"{root}/{FORMAT_FILE}").st_mtime_ns
+
+
+@contextlib.contextmanager
+def new_file(root: str, more_flags: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield path and descriptor of a new, empty file in the root, and remove it at the end.
+
+    No engine reads a file of such a name, and it does not make an empty directory foreign (docs/format.md).
+    """
+    path = f"{root}/{PART_PREFIX}{unique_name()}.part"
     try:
-        return os.fstat(fd).st_mtime_ns
+        fd = os.open(path, _FLAGS | more_flags, 0o600)
+        try:
+            yield path, fd
+        finally:
+            os.close(fd)
     finally:
-        os.close(fd)
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -130,8 +142,3 @@ def unread_words(usage: Usage) -> str:
         f"of {iec(hour.stored)} stored in an hour {iec(hour.loaded)} were loaded: event=written_unread of an "
         "engine says why"
     )
-
-
-def wall_clock_ns() -> int:
-    """Return our own clock: for a plan only, which writes nothing."""
-    return time.time_ns()

@@ -6,6 +6,7 @@ engine stores nothing if the root is 2 % above a bound, or half of `keep_free` i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,9 +15,9 @@ from fskv.config import StoreConfig
 from fskv.namespace import Identity
 
 from .explain.chunk_state import GroupFiles
-from .neighbours import bounds_of, wall_clock_ns
+from .neighbours import bounds_of
 from .root_view import RootView
-from .terminal import iec
+from .terminal import iec, share
 
 USUAL = StoreConfig(root="/").keep_free
 _NAMES = {"root": "max_bytes", "tenant": "tenant_max_bytes"}
@@ -52,7 +53,7 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
     `told` has the limits of engines to come; the tightest holds. Without `told` living engines give them;
     where no engine lives, an engine's default is taken.
     """
-    now_ns = wall_clock_ns()
+    now_ns = time.time_ns()
     held = bounds_of(root, now_ns, *told)
     if not told and not any(beat.namespace for beat in held.heartbeats):
         held = bounds_of(root, now_ns, Limits(keep_free=USUAL))
@@ -66,8 +67,8 @@ def bounds(root: str, tenant: str | None = None, told: tuple[Limits, ...] = ()) 
             found.append(Bound(words, scope.limit, scope.left, beyond, scope.used))
     if space.total_nbytes:
         kept = min(usage.kept_free, space.total_nbytes)
-        share = 100 * space.free_nbytes / space.total_nbytes
-        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({share:.1f} %)"
+        free_share = share(space.free_nbytes, space.total_nbytes)
+        free = f"{iec(space.free_nbytes)} of {iec(space.total_nbytes)} free ({free_share})"
         words = f"{free}, keep_free of {iec(kept)}"
         left = space.free_nbytes - kept
         found.append(Bound(words, space.total_nbytes - kept, left, kept - kept // 2, everything))

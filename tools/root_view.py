@@ -4,7 +4,8 @@ Opened for reading; writes nothing, not even a probe. A bad entry never ends a l
 is wrong with it (`problem`), a directory that cannot be read is counted.
 
 People name a namespace by `ARCH/MODEL@DIGEST`, by MODEL or by DIGEST, and a chunk by `DIGEST/NAME.gG[.rR]`,
-by NAME, by the engine's key in hex, or by a path; a prefix is enough where it is unique.
+by NAME, by the engine's key in hex, or by a path; a prefix is enough where it is unique. A copy of a
+`namespace.json`, from another root or another node, stands for its engine as well (`identity_of`).
 
 `fskv.index` (numpy, asyncio) is imported by what lists chunk files, and not by who only names a namespace.
 """
@@ -17,18 +18,19 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from fskv import namespace
 from fskv.errors import FskvError
-from fskv.namespace import Identity, Json
-from fskv.root.root import Root, read_namespace
+from fskv.namespace import Identity, Json, parse_json
+from fskv.root.root import MANIFEST_FILE, Root, read_namespace
 
-from .exits import UNSEEN, NotARoot, UsageError
+from .exits import UNSEEN, CommandError, NotARoot, UsageError
 from .identity_words import epoch_words
+from .json_file import read_bytes
 from .terminal import say, show
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _CHUNK = re.compile(
     r"(?:([0-9a-f]{1,16})/)?([0-9a-f]{3,32})(?:\.g(\d{1,6}))?(?:\.r(\d{1,6}))?(?:\.kv)?"
 )
 _MAX_CANDIDATES = 5  # shown where a prefix is not unique
+_MAX_MANIFEST_NBYTES = 16 << 20
 _ID_DIGITS = 3  # of a chunk's name at least: they say in which directory it is
 
 
@@ -132,12 +135,12 @@ class Namespace:
             if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
                 runner.close()
 
-    def listed(self, row: _Counted) -> Iterator[Shard]:
-        """Walk the directories of chunks; an unlistable one is said and counted in `row`."""
+    def listed(self, row: _Counted, told: Callable[[str], object] = say) -> Iterator[Shard]:
+        """Walk the directories of chunks; an unlistable one is told and counted in `row`."""
         for found in self.walk():
             if isinstance(found, Unlistable):
                 row.unlistable += 1
-                say(str(found))
+                told(str(found))
             else:
                 yield found
 
@@ -418,6 +421,29 @@ class RootView:
                 if file.path == path:
                     return file
         raise UsageError(f"{show(text)}: no chunk file of {self.path}")
+
+
+def identity_of(text: str, root: str | None) -> Identity:
+    """Return the identity of a namespace, by its name, its directory or the path of a `namespace.json`.
+
+    Raises UsageError for none, CommandError for a damaged one.
+    """
+    path = os.path.join(text, MANIFEST_FILE) if os.path.isdir(text) else text
+    # A directory that a namespace's name happens to match has no manifest; the root is asked then.
+    if os.path.exists(path) and not os.path.isdir(path):
+        try:
+            return Identity.from_manifest(parse_json(read_bytes(path, _MAX_MANIFEST_NBYTES)))
+        except (ValueError, FskvError) as error:
+            raise CommandError(f"{path}: {str(error).removeprefix('manifest: ')}") from None
+    if root is None:
+        raise UsageError(
+            f"{show(text)}: found neither a {MANIFEST_FILE} nor a directory with one; to name a namespace of "
+            "a root, give --root DIR"
+        )
+    where = RootView.open(root).namespace(text)
+    if where.identity is None:
+        raise CommandError(f"{show(where.id)}: {where.problem}")
+    return where.identity
 
 
 def _is_arch(entry: os.DirEntry[str]) -> bool:

@@ -1,10 +1,8 @@
-"""One survey of a root, for `top` and `report`: content, engines, room and damage.
+"""One survey of a root, for `top` and `report`: engines, room and damage.
 
-`Observer.look` reads the small files by which engines know of each other. `walk` lists every chunk file, and
-keeps nothing of a file but sums. No chunk is opened, no link is followed, nothing is written. Every call may
-hang for as long as the mount does.
-
-"Last use" is a file's mtime, with the granularity of `touch_interval_s` (docs/format.md).
+`Observer.look` reads the small files by which engines know of each other. It counts chunk files itself where
+no engine does. No chunk is opened, no link is followed, nothing is written. Every call may hang for as long
+as the mount does.
 """
 
 from __future__ import annotations
@@ -13,28 +11,22 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from fskv.bounds.lease import LEASE_FILE, SHARED_DIR, read_lease
 from fskv.bounds.limits import Heartbeat, Scope, Usage, scopes
 from fskv.bounds.shared_files import SharedFiles
-from fskv.index.scan import Shard
 from fskv.root.filesystem import Space
-from fskv.root.process_id import is_orphan, provably_dead
+from fskv.root.process_id import provably_dead
 
 from .neighbours import is_recent, living, unread_words, usage_now
-from .root_view import RootView, Sums, Unlistable, lines
+from .root_view import RootView, lines
 from .terminal import many
+from .usage import RootUsage
 
 ALIVE, SILENT, GONE = "alive", "silent", "gone"
 _WINDOW_S = 15.0  # of rates: engines say what they write every few seconds
 _SILENT_S = 60.0  # as `neighbours.living` has it, for who holds the lease
-MINUTE, HOUR, DAY = 60, 3600, 86400
-# Ages in seconds, for a curve and for what is read off it.
-EDGES = np.unique([0.0, HOUR, DAY, 7 * DAY, 30 * DAY, *np.geomspace(MINUTE, 3650 * DAY, 240)])
 
 
 # --- who works, and how full it is ------------------------------------------------------
@@ -82,7 +74,7 @@ class Observer:
         self._past: deque[tuple[float, dict[str, int]]] = deque()
 
     def look(
-        self, counted: Walk | None = None, told: Callable[[], object] = lambda: None
+        self, counted: RootUsage | None = None, told: Callable[[], object] = lambda: None
     ) -> Survey:
         """Look once; sizes are those of `counted`, the engines' or else of a walk.
 
@@ -101,10 +93,13 @@ class Observer:
         usage, keeper = usage_now(files, alive, space), _keeper(path, now_ns)
         spaces, closed = self.view.listed()
         if counted is None and not (usage.at_ms and keeper and keeper[1] == ALIVE):
-            counted = walk(self.view, lambda *_: told())
+            counted = RootUsage(path, spaces)
+            counted.count(lambda *_: told(), lambda _: None)
         counted_ns, size = usage.at_ms * 1_000_000, "size by engines"
         if counted is not None:
-            usage = replace(usage, namespaces=counted.sizes, others=(0, 0))
+            found = (row for row in counted.rows if row.files or not row.unlistable)
+            counts = {row.id: (row.nbytes, row.files) for row in found}
+            usage = replace(usage, namespaces=counts, others=(0, 0))
             counted_ns, size = counted.at_ns, "size by a walk"
         rate = self._rates(
             {size: usage.nbytes, f"pruned by {keeper}": usage.pruned_nbytes}
@@ -133,7 +128,7 @@ class Observer:
             growth=rate(size),
             pruned=rate(f"pruned by {keeper}"),
             damaged=sum(one.problem is not None for one in spaces),
-            unlistable=len(closed) if counted is None else counted.unlistable,
+            unlistable=len(closed) + (counted.unlistable if counted else 0),
             keeper=keeper,
             bounds=scopes(usage, space),
             namespaces=dict(sorted(sizes.items(), key=lambda one: one[1] or (-1, 0), reverse=True)),
@@ -175,64 +170,7 @@ def _process(name: str) -> tuple[str, int | None]:
     return (host, int(numbers[0])) if numbers and numbers[0].isdecimal() else (name, None)
 
 
-# --- what is there ----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Walk:
-    """The findings of one walk over all chunk files."""
-
-    at_ns: int = field(default_factory=time.time_ns)
-    namespaces: list[Sums] = field(default_factory=list)
-    by_age: Any = field(default_factory=lambda: np.zeros(len(EDGES)))  # bytes
-    orphans: int = 0  # unfinished files of an hour and more
-    foreign: int = 0  # entries among chunk files that are not fskv's
-    unlistable: int = 0
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Bytes and files by namespace; one that could not be listed at all is left out."""
-        found = (one for one in self.namespaces if one.files or not one.unlistable)
-        return {one.namespace.id: (one.nbytes, one.files) for one in found}
-
-    def unused(self, age_s: float) -> int:
-        """Return the bytes that were not used for so long; `age_s` is among EDGES."""
-        return int(self.by_age[np.searchsorted(EDGES, age_s) :].sum())
-
-    def take(self, row: Sums, shard: Shard) -> None:
-        """Add a directory of chunks."""
-        self.foreign += shard.num_foreign
-        names = ((part.path.rpartition("/")[2], part.mtime_ns) for part in shard.parts)
-        self.orphans += sum(is_orphan(name, at, self.at_ns) for name, at in names)
-        records = shard.records
-        row.files += len(records)
-        # Sums of one directory are exact in a double: less than 2^53 bytes.
-        row.nbytes += int(records["nbytes"].sum(dtype="f8"))
-        times = records["mtime_ns"]  # 0 where it is no time of the past
-        row.last_used_ns = max(row.last_used_ns or 0, int(times.max(initial=0))) or None
-        ages_s, nbytes = np.maximum(self.at_ns - times, 0) / 1e9, records["nbytes"].astype("f8")
-        self.by_age += np.histogram(ages_s, [*EDGES, np.inf], weights=nbytes)[0]
-
-
-def walk(view: RootView, told: Callable[[int, int], object] = lambda _done, _all: None) -> Walk:
-    """Walk the root. `told` hears at each directory how many of all namespaces are done."""
-    found = Walk()
-    spaces, closed = view.listed()
-    found.unlistable = len(closed)
-    for number, one in enumerate(spaces):
-        row = Sums(one)
-        found.namespaces.append(row)
-        for shard in one.walk():
-            told(number, len(spaces))
-            if isinstance(shard, Unlistable):
-                row.unlistable += 1
-                found.unlistable += 1
-            else:
-                found.take(row, shard)
-    return found
-
-
-def warnings(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
+def warnings(seen: Survey, counted: RootUsage | None = None) -> list[tuple[str, str]]:
     """Return the conditions to warn of: their severity ("bad" or "warn"), and a sentence."""
     unlisted = f"directories that could not be listed: {seen.unlistable:,}; sizes may be too small"
     stuck = seen.usage.unremovable
@@ -250,11 +188,12 @@ def warnings(seen: Survey, walked: Walk | None = None) -> list[tuple[str, str]]:
         lost = [one.host for one in seen.engines if one.status == status]
         named = f"{many(len(lost), 'engine')} {status}: {', '.join(lost[:5])}"
         found.append(("warn", len(lost), named))
-    if walked is not None:
-        parts = many(walked.orphans, "unfinished file")
-        foreign = many(walked.foreign, "foreign entry", "foreign entries")
+    if counted is not None:
+        orphans = sum(one.parts.orphaned_parts for one in counted.namespaces)
+        parts = many(orphans, "unfinished file")
+        foreign = many(counted.num_foreign, "foreign entry", "foreign entries")
         found += [
-            ("warn", walked.orphans, f"{parts} of an hour and more: `fskv prune` removes them"),
-            ("warn", walked.foreign, f"{foreign} among chunk files: `fskv prune` lists them"),
+            ("warn", orphans, f"{parts} of an hour and more: `fskv prune` removes them"),
+            ("warn", counted.num_foreign, f"{foreign} among chunk files: `fskv prune` lists them"),
         ]
     return [(level, told) for level, is_so, told in found if is_so]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -193,24 +193,20 @@ def many(number: int, noun: str, nouns: str = "") -> str:
 
 def iec(nbytes: float) -> str:
     """Write bytes with an IEC unit and three digits: `512 B`, `1.50 KiB`, `12.3 MiB`, `456 GiB`."""
-    return _three_digits(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-
-
-def si(nbytes: float) -> str:
-    """Write bytes with a unit of 1000, as storage is sold, and three digits: `131 kB`, `3.93 MB`."""
-    return _three_digits(nbytes, 1000, ("kB", "MB", "GB", "TB"))
-
-
-def _three_digits(value: float, base: int, units: Sequence[str]) -> str:
-    unit = "B"
-    for bigger in units:
+    value, unit = nbytes, "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         if abs(value) < 999.5:
             break
-        value, unit = value / base, bigger
+        value, unit = value / 1024, bigger
     if unit == "B":
         return f"{int(value)} B"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def share(part: float | None, whole: float = 1) -> str:
+    """Write a share in per cent; a dash if it is unknown."""
+    return f"{100 * part / whole:.1f} %" if whole and part is not None else "-"
 
 
 def ago(mtime_ns: int | None, now_ns: int | None = None) -> str:
@@ -276,9 +272,7 @@ def columns() -> int:
     """Return the width of the terminal; a huge number where stdout is no terminal."""
     if not sys.stdout.isatty():
         return 1 << 20
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    return 80
+    return shutil.get_terminal_size((80, 0)).columns
 
 
 def is_narrow() -> bool:

@@ -9,16 +9,18 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fskv.bounds.evict import Need, cutoff_ns
 from fskv.index.scan import Part
 from fskv.index.snapshot import Catalogue
 from fskv.root.process_id import is_orphan
 
-from .neighbours import bounds_of
+from .neighbours import Bounds, bounds_of
 from .pruning import forecast
-from .root_view import Namespace
+from .root_view import Namespace, Sums
 from .tally import Count, tally
+from .terminal import say
 
 Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind of KV group
 
@@ -27,9 +29,9 @@ Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind
 class Parts:
     """Files that were never published."""
 
-    orphaned: int = 0  # their writer is gone, or they are older than an hour
+    orphaned_parts: int = 0  # their writer is gone, or they are older than an hour
     orphaned_nbytes: int = 0
-    in_progress: int = 0
+    parts_in_progress: int = 0
     in_progress_nbytes: int = 0
 
 
@@ -42,6 +44,11 @@ class NamespaceUsage:
     parts: Parts = field(default_factory=Parts)
     num_foreign: int = 0
     unlistable: int = 0
+    last_used_ns: int | None = None
+
+    @property
+    def total(self) -> Count:
+        return Count.of(self.counts.values())
 
     def kind(self, group: int) -> str:
         identity = self.namespace.identity
@@ -63,25 +70,42 @@ class Target:
 class RootUsage:
     """The counts of a root."""
 
-    def __init__(self, root: str, spaces: Sequence[Namespace], ages_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        root: str,
+        spaces: Sequence[Namespace],
+        ages_s: Sequence[float] = (),
+        *,
+        forecasts: bool = False,
+    ) -> None:
+        """With `forecasts` it keeps 40 bytes of each file, for `targets`."""
         self._root = root
         self._spaces = spaces
         self._ages_s = ages_s
-        self._now_ns = time.time_ns()  # our own clock, since nothing is written here
-        self._edges_ns = [self._now_ns - int(age_s * 1e9) for age_s in ages_s]
+        self._forecasts = forecasts
+        self.at_ns = time.time_ns()  # our own clock, since nothing is written here
+        self._edges_ns = [self.at_ns - int(age_s * 1e9) for age_s in ages_s]
         self._nbytes = 0  # of all, with parts
         self._ours: list[Catalogue] = []  # of namespaces that are not damaged
         self.ages = [age_text(age_s) for age_s in ages_s]
         self.total = Count(unused=[(0, 0)] * len(ages_s))
         self.namespaces: list[NamespaceUsage] = []
 
-    def count(self, seen: Callable[[int, int], object]) -> None:
-        """Look at every file; for `seen` see `tools.terminal.walk_progress`."""
+    def count(
+        self, seen: Callable[[int, int], object], told: Callable[[str], object] = say
+    ) -> None:
+        """Look at every file; for `seen` see `tools.terminal.walk_progress`.
+
+        `told` hears of each directory that cannot be listed.
+        """
         for number, one in enumerate(self._spaces):
             usage = NamespaceUsage(one)
             catalogue = Catalogue(one.path)
-            for shard in one.listed(usage):
-                catalogue.take(shard)
+            for shard in one.listed(usage, told):
+                if self._forecasts:
+                    catalogue.take(shard)
+                latest_ns = int(shard.records["mtime_ns"].max(initial=0))
+                usage.last_used_ns = max(usage.last_used_ns or 0, latest_ns) or None
                 for (group, _), count in tally(shard.records, self._edges_ns).items():
                     for sums in (usage.counts.setdefault(group, Count()), self.total):
                         sums.add(count)
@@ -91,7 +115,28 @@ class RootUsage:
             self.namespaces.append(usage)
             self._nbytes += catalogue.nbytes
             self._ours += [catalogue] if one.problem is None else []
-        self.bounds = bounds_of(self._root, self._now_ns)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The bounds of living engines and watchers. Raises OSError."""
+        return bounds_of(self._root, self.at_ns)
+
+    @property
+    def rows(self) -> list[Sums]:
+        """The namespaces with their sums."""
+        return [
+            Sums(one.namespace, total.num_files, total.nbytes, one.last_used_ns, one.unlistable)
+            for one in self.namespaces
+            for total in [one.total]
+        ]
+
+    @property
+    def unlistable(self) -> int:
+        return sum(one.unlistable for one in self.namespaces)
+
+    @property
+    def num_foreign(self) -> int:
+        return sum(one.num_foreign for one in self.namespaces)
 
     @property
     def num_problems(self) -> int:
@@ -99,11 +144,11 @@ class RootUsage:
 
     def _add_parts(self, parts: Parts, found: Iterable[Part]) -> None:
         for part in found:
-            if is_orphan(os.path.basename(part.path), part.mtime_ns, self._now_ns):
-                parts.orphaned += 1
+            if is_orphan(os.path.basename(part.path), part.mtime_ns, self.at_ns):
+                parts.orphaned_parts += 1
                 parts.orphaned_nbytes += part.nbytes
             else:
-                parts.in_progress += 1
+                parts.parts_in_progress += 1
                 parts.in_progress_nbytes += part.nbytes
 
     def sums(self, key: Callable[[NamespaceUsage, int], Key]) -> dict[Key, Count]:
@@ -118,7 +163,7 @@ class RootUsage:
         """Return the effects of a prune to each age and to each bound on the whole root, if there are any."""
         found = []
         for age_s in self._ages_s:
-            before_ns = cutoff_ns(self._now_ns, age_s)
+            before_ns = cutoff_ns(self.at_ns, age_s)
             found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
         found += [
             self._target(f"--max-size {size_text(scope.limit)}", self._nbytes - scope.limit, None)

@@ -16,7 +16,7 @@ import threading
 import unicodedata
 
 import pytest
-from fskv_tools import cli, manual
+from fskv_tools import cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tool_lab import Lab, check_lines, key_of, lines_of, run, spoil
@@ -189,13 +189,11 @@ FUZZED = sorted({entry.name for entry in cli.COMMANDS} - {"bench"})
 
 
 def option_names(name):
-    entry = next(entry for entry in cli.COMMANDS if entry.name == name)
-    module = __import__(entry.module, fromlist=["command"])
     return [
         declared
-        for one in manual._parameters(module.command)
-        if one.is_option
-        for declared in one.names
+        for one in cli.load(name).params
+        if one.param_type_name == "option"
+        for declared in one.opts
         # A daemon; a file that is to be made anywhere; a server.
         if declared not in ("--watch", "--html", "--metrics", "--root", "--to")
     ]

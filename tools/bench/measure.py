@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fskv.data_path.depth import measure_answer_s
 from fskv.errors import ConfigError
@@ -65,13 +64,6 @@ class Settings:
         return self.round_nbytes * 5 // 4 + _DIRECTORIES_NBYTES * len(self.chunk_sizes)
 
 
-class Found(NamedTuple):
-    """The results of a bench."""
-
-    rates: list[Rates]
-    answer_s: float | None  # until a file is open and its first page read
-
-
 def parse_numbers(option: str, text: str, unit: int = 1) -> tuple[int, ...]:
     """Return the numbers of a comma-separated list, each once, times `unit`; raises UsageError."""
     try:
@@ -85,8 +77,10 @@ def parse_numbers(option: str, text: str, unit: int = 1) -> tuple[int, ...]:
     return numbers
 
 
-def run_bench(settings: Settings) -> Found:
+def run_bench(settings: Settings) -> tuple[list[Rates], float | None]:
     """Measure everything in a directory of its own below the given one, which is removed in the end.
+
+    Returns the rates, and the seconds until a file is open and its first page read, if they are known.
 
     Raises CommandError for what cannot be measured here or has failed, OSError and FskvError.
     """
@@ -114,7 +108,7 @@ def run_bench(settings: Settings) -> Found:
             for contestant in made:
                 contestant.close()
             made.clear()
-        return Found(rates, answer_s)
+        return rates, answer_s
     finally:
         with stopped_by_signals() as stop:
             for contestant in made:

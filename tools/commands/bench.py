@@ -66,7 +66,7 @@ def command(
 
     if cuda:
         _check_cuda()
-    found = run_bench(
+    found, answer_s = run_bench(
         Settings(
             directory=os.path.abspath(directory) if directory else "",
             chunk_sizes=parse_numbers("--chunk-kib", chunk_kib, 1 << 10),
@@ -76,20 +76,20 @@ def command(
             on_cuda=cuda,
         )
     )
-    advice = advise(found.rates, found.answer_s, bytes_per_token)
-    best = best_of(found.rates)
+    advice = advise(found, answer_s, bytes_per_token)
+    best = best_of(found)
     tokens_per_s = break_even(best, bytes_per_token)
     if as_json:
-        for rates in found.rates:
+        for rates in found:
             emit("rates", **asdict(rates))
         for line in advice:
             emit("advice", **line._asdict())
         load = best.load["median"]
-        emit("summary", answer_s=found.answer_s, load=load, tokens_per_s=tokens_per_s)
+        emit("summary", answer_s=answer_s, load=load, tokens_per_s=tokens_per_s)
         return
     numbers = ("KiB", "THREADS", "STORE GB/s", "LOAD GB/s")
     table = new_table("PATH", *numbers, right=numbers)
-    for one in found.rates:
+    for one in found:
         cells = [str(one.chunk_nbytes >> 10), str(one.threads), _shown(one.store), _shown(one.load)]
         table.add_row(f"{one.transport} {one.mode}", *cells)
     print_table(table)

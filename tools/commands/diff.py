@@ -12,7 +12,7 @@ from fskv.namespace import Absent, Identity
 from ..exits import Exit, UsageError
 from ..identity_words import Reason, headline, reasons
 from ..options import JsonOption, complete_namespace, root_option
-from ..recorded import resolve
+from ..root_view import identity_of
 from ..terminal import emit, fill, show
 
 LINES = {
@@ -57,7 +57,7 @@ def command(
     """
     if quiet and as_json:
         raise UsageError("--quiet, --json: found both, expected one of them")
-    one, other = resolve(a, root), resolve(b, root)
+    one, other = identity_of(a, root), identity_of(b, root)
     found = reasons(one, other)
     if quiet:
         for reason in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from typing import Annotated
@@ -118,7 +119,7 @@ def command(
     view = RootView.open(root)
     spaces = view.matching(namespace)
     ages_s = sorted(age_option("--unused-for", text) for text in unused_for or ("1d", "7d", "30d"))
-    usage = RootUsage(view.path, spaces, ages_s)
+    usage = RootUsage(view.path, spaces, ages_s, forecasts=True)
     with walk_progress("looking", len(spaces)) as seen:
         usage.count(seen)
     tables = {one: usage.sums(partial(_key, one)) for one in by or By}
@@ -126,8 +127,7 @@ def command(
         _emit(usage, tables)
     else:
         _print(root, usage, tables)
-    unlistable = any(one.unlistable for one in usage.namespaces)
-    raise typer.Exit(outcome(problems=usage.num_problems, partial=unlistable))
+    raise typer.Exit(outcome(problems=usage.num_problems, partial=usage.unlistable))
 
 
 # --- for people -------------------------------------------------------------------------
@@ -200,10 +200,12 @@ def _cells(count: Count) -> list[str]:
 def _print_garbage(one: NamespaceUsage) -> None:
     parts = one.parts
     facts = []
-    if parts.orphaned:
-        facts.append(f"{many(parts.orphaned, 'orphaned part')} ({iec(parts.orphaned_nbytes)})")
-    if parts.in_progress:
-        facts.append(f"{parts.in_progress:,} being written ({iec(parts.in_progress_nbytes)})")
+    if parts.orphaned_parts:
+        facts.append(
+            f"{many(parts.orphaned_parts, 'orphaned part')} ({iec(parts.orphaned_nbytes)})"
+        )
+    if parts.parts_in_progress:
+        facts.append(f"{parts.parts_in_progress:,} being written ({iec(parts.in_progress_nbytes)})")
     if one.num_foreign:
         facts.append(f"{one.num_foreign:,} foreign entries")
     if facts:
@@ -235,10 +237,7 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
         emit(
             "garbage",
             namespace=one.namespace.id,
-            orphaned_parts=one.parts.orphaned,
-            orphaned_nbytes=one.parts.orphaned_nbytes,
-            parts_in_progress=one.parts.in_progress,
-            in_progress_nbytes=one.parts.in_progress_nbytes,
+            **asdict(one.parts),
             foreign=one.num_foreign,
             problem=one.namespace.problem,
             unlistable=one.unlistable,
@@ -260,8 +259,8 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
         **_counts(usage.total, usage.ages),
         namespaces=len(usage.namespaces),
         problems=usage.num_problems,
-        foreign=sum(one.num_foreign for one in usage.namespaces),
-        unlistable=sum(one.unlistable for one in usage.namespaces),
+        foreign=usage.num_foreign,
+        unlistable=usage.unlistable,
         heartbeats=len(usage.bounds.heartbeats),
         counted_at=rfc3339(usage.bounds.counted_at_ns),
     )

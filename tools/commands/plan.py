@@ -13,8 +13,8 @@ from fskv.root.root import MANIFEST_FILE
 from ..exits import UsageError
 from ..options import JsonOption, root_option
 from ..plan.engine import Engine, of_model, of_namespace
-from ..recorded import resolve
-from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, si, size_option
+from ..root_view import identity_of
+from ..terminal import emit, fill, iec, many, new_table, plain, print_table, show, size_option
 
 LINES = {
     "group": {
@@ -123,7 +123,7 @@ def command(
             raise UsageError(
                 f"{show(model)}: no config.json; a namespace has its engine's own settings"
             )
-        engine = of_namespace(resolve(model, root), interval)
+        engine = of_namespace(identity_of(model, root), interval)
     length = min(prompt_tokens, engine.max_model_len or prompt_tokens)
     hit_tokens, hit_files, hit_nbytes = engine.hit(length)
     files, nbytes = engine.stored(length, hit_tokens)
@@ -195,7 +195,9 @@ def _print(engine: Engine, facts: dict[str, Any]) -> None:
     if facts["disk_tokens"] is not None:
         said.append(f"--disk holds {facts['disk_tokens']:,} tokens of such prompts")
     if facts["break_even_rate"] is not None:
-        rate = si(facts["break_even_rate"])
+        from rich.filesize import decimal  # as storage is sold
+
+        rate = decimal(int(facts["break_even_rate"]))
         said.append(f"loading is faster when the storage gives more than {rate}/s")
     said += [f"warning: {warning}" for warning in engine.warnings]
     for text in said + [f"note: {note}" for note in engine.notes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -21,7 +22,7 @@ from fskv.types import MAX_TOUCH_INTERVAL_S
 
 from ..exits import Exit, UsageError
 from ..interrupt import Stop, stopped_by_signals
-from ..neighbours import clock_ns, wall_clock_ns
+from ..neighbours import clock_ns
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Forecast, Plan
 from ..root_view import Namespace, RootView, lines
@@ -223,7 +224,7 @@ class _Prune:
             raise UsageError(
                 f"--free: found {found}, expected at most the {iec(before[1])} on disk"
             )
-        need, unseen = self.plan.need(wall_clock_ns()), self.parts.count[Fate.FAILED]
+        need, unseen = self.plan.need(time.time_ns()), self.parts.count[Fate.FAILED]
         files, nbytes = self._show(self.plan.forecast(need))
         done, gone, reached, stop = Pruned(), Tally(), None, Stop()
         what = _words(files, nbytes, self.parts) if files or self.parts.count[PART] else ""
@@ -271,7 +272,7 @@ class _Prune:
             if one.problem is not None:
                 say(f"{show(one.id)}: {one.problem}; it stays, `fskv rm` removes it")
         self.plan.look()
-        for found in self._orphaned(wall_clock_ns(), delete=False):
+        for found in self._orphaned(time.time_ns(), delete=False):
             self.parts.add(found)
             if found.fate is Fate.FAILED:
                 tell_failure(found.path, found.reason, as_json=self.as_json)

@@ -12,7 +12,7 @@ from ..exits import UsageError
 from ..options import BYTES_PER_TOKEN, BytesPerTokenOption, JsonOption
 from ..replay import curve
 from ..replay.curve import MODES, Point
-from ..replay.trace import TOKENS_PER_BLOCK, TraceError, read_trace
+from ..replay.trace import TOKENS_PER_BLOCK, read_trace
 from ..terminal import emit, iec, many, new_table, print_table, progress, size_option
 
 LINES = {
@@ -67,8 +67,6 @@ def command(
     named = sorted({size_option("--sizes", part) for part in sizes.split(",")}) if sizes else []
     try:
         requests = read_trace(trace, limit)
-    except TraceError as error:
-        raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{trace}: {reason}") from None

@@ -1,20 +1,32 @@
-"""`fskv report`: its options; the work is done in `tools.survey` and `tools.report`."""
+"""`fskv report`: one HTML page about a root, without a script, complete in itself.
+
+Every text that comes from a disk or an endpoint is made printable (`show`) and escaped by jinja2.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
+from fskv import __version__
 from fskv.root.files import publishing
 from fskv.root.process_id import unique_name
 
 from ..endpoint import Endpoint, NoMetrics, Scraper, addresses
-from ..exits import UsageError, outcome
+from ..exits import CommandError, UsageError, outcome
 from ..options import MetricsOption, RootOption
-from ..root_view import RootView
-from ..terminal import iec, many, progress, say, show
+from ..root_view import RootView, by_line
+from ..survey import Observer, Survey, warnings
+from ..terminal import ago, iec, many, rfc3339, say, share, show, walk_progress
+from ..usage import RootUsage
+
+_AGES_S = [hours * 3600 for hours in (1, 6, 24, 7 * 24, 30 * 24, 180 * 24)]
 
 
 def command(
@@ -26,23 +38,30 @@ def command(
 ) -> None:
     """Write one HTML page about a root: content, ages and health.
 
-    The command needs jinja2 and matplotlib: pip install 'fskv[report]'. The page needs no network and no
-    script. Exit code 3 also if an engine gave no metrics.
+    The command needs jinja2: pip install '.[report]'. The page needs no network and no script. Exit code 3
+    also if an engine gave no metrics.
     """
-    from .. import survey
-    from ..report.page import check_installed, page
-
-    check_installed()
+    try:
+        import jinja2
+    except ImportError:
+        hint = "a page needs it: pip install '.[report]'"
+        raise CommandError(f"report: jinja2 is not installed; {hint}") from None
     urls = addresses(metrics)
     view = RootView.open(root)
     path = _checked(html, view.path)
-    observer = survey.Observer(view)
-    with progress() as drawn:
-        task = drawn.add_task("namespaces", total=None)
-        walk = survey.walk(view, lambda done, all_: drawn.update(task, completed=done, total=all_))
-    seen = observer.look(walk)
+    spaces = view.namespaces()
+    counted = RootUsage(view.path, spaces, _AGES_S)
+    with walk_progress("looking", len(spaces)) as step:
+        counted.count(step)
+    seen = Observer(view).look(counted)
     answers = list(map(_asked, urls))
-    text = page(seen, walk, answers)
+    jinja = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."),
+        autoescape=True,
+        finalize=_printable,
+        undefined=jinja2.StrictUndefined,
+    )
+    text = _page(jinja, seen, counted, answers)
     data = text.encode("utf-8", "backslashreplace")
     part = f"{os.path.dirname(path)}/.fskv-report-{unique_name()}.part"
     with publishing(path, 0o666, part=part, umask=True) as file:  # a page is for others to read
@@ -77,3 +96,27 @@ def _checked(path: str, root: str) -> str:
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UsageError(f"--html: {show(folder)} is no directory that can be written")
     return whole
+
+
+def _printable(value: Any) -> Any:
+    return show(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _page(jinja: Any, seen: Survey, counted: RootUsage, endpoints: Sequence[Endpoint]) -> str:
+    """Return the whole page."""
+    jinja.filters |= {"iec": iec, "many": many, "share": share, "num": "{:,}".format}
+    jinja.filters["ago"] = lambda ns: ago(ns, counted.at_ns)
+    text: str = jinja.get_template("report.html.j2").render(
+        seen=seen,
+        at=(rfc3339(seen.at_ns) or "")[:19].replace("T", " "),
+        spaces=by_line(counted.rows),
+        num_spaces=len(counted.namespaces),
+        unused=dict(zip(counted.ages, (nbytes for _, nbytes in counted.total.unused), strict=True)),
+        warnings=warnings(seen, counted),
+        endpoints=endpoints,
+        version=__version__,
+    )
+    # Nothing may be loaded or run, and no style but this sheet is used: not one that a name brought in.
+    (sheet,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
+    return text.replace("STYLE-SHA256", f"sha256-{digest}", 1)

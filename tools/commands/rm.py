@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -29,7 +30,7 @@ from fskv.root.root import CHUNK_DIR, MANIFEST_FILE, RATE_FILE, SNAPSHOT_FILE, T
 
 from ..exits import Exit, UsageError
 from ..interrupt import Stop, stopped_by_signals
-from ..neighbours import News, clock_ns, living_heartbeats, wall_clock_ns
+from ..neighbours import News, clock_ns, living_heartbeats
 from ..options import DryRunOption, JsonOption, RootOption, YesOption, complete_namespace
 from ..pruning import Plan
 from ..root_view import Namespace, RootView, lines
@@ -99,7 +100,7 @@ def command(
     if not chosen:
         raise UsageError("found nothing to remove, expected namespaces or --tenant")
     plan = Plan(view.path, chosen)
-    now_ns = wall_clock_ns() if dry_run else clock_ns(view.path)
+    now_ns = time.time_ns() if dry_run else clock_ns(view.path)
     in_use = {beat.namespace for beat in living_heartbeats(view.path, now_ns)}
     plan.look()
     for name, spaces in lines(plan.catalogues).items():

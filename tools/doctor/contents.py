@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from fskv.observe.health_file import check_directory
 from fskv.root.root import Root
 
 from ..exits import UNSEEN
-from ..neighbours import living_heartbeats, unread_words, wall_clock_ns
+from ..neighbours import living_heartbeats, unread_words
 from ..root_view import Namespace, RootView
 from ..terminal import many, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
@@ -94,7 +95,7 @@ def _judge(check: str, where: str, info: os.stat_result) -> Finding:
 
 def engines(subject: Subject) -> Iterator[Finding]:
     """Say how many engines share the root."""
-    alive = living_heartbeats(subject.path, wall_clock_ns())
+    alive = living_heartbeats(subject.path, time.time_ns())
     if alive:
         yield ok("engines", many(len(alive), "engine or watcher lives", "engines or watchers live"))
     else:

@@ -5,7 +5,6 @@ fskv needs exclusive create and rename. It can do without the rest, at a price t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -13,33 +12,12 @@ import time
 from collections.abc import Iterator
 
 from fskv.format import chunk_file
-from fskv.root.process_id import unique_name
-from fskv.root.root import PART_PREFIX
 
+from ..neighbours import NO_ROOM, new_file
 from ..terminal import iec
 from .finding import Finding, Subject, hint, ok, problem, warning
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ODD_NS = 1_600_000_001_123_456_789
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@contextlib.contextmanager
-def new_file(root: str, more_flags: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield path and descriptor of a new, empty file in the root, and remove it at the end.
-
-    No engine reads a file of such a name, and it does not make an empty directory foreign (docs/format.md).
-    """
-    path = f"{root}/{PART_PREFIX}{unique_name()}.part"
-    try:
-        fd = os.open(path, _FLAGS | more_flags, 0o600)
-        try:
-            yield path, fd
-        finally:
-            os.close(fd)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 def write(subject: Subject) -> Iterator[Finding]:
@@ -51,7 +29,7 @@ def write(subject: Subject) -> Iterator[Finding]:
             yield from _times(path)
     except OSError as error:
         advice = 'fix owner, mode or mount; only engines with "store": false can use it as it is'
-        if error.errno in _FULL:
+        if error.errno in NO_ROOM:
             advice = "make room: `fskv prune`, or a larger quota"
         yield problem("write", f"no file can be written: {error.strerror}", advice)
 

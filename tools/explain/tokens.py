@@ -17,7 +17,7 @@ import typer
 from fskv.namespace import Identity, parse_json
 from fskv.root.key_file import KeySet
 
-from ..endpoint import NoMetrics, address, fetch
+from ..endpoint import NoMetrics, address, fetch, read
 from ..exits import CommandError, UsageError
 from ..json_file import read_bytes, read_input
 from ..terminal import show
@@ -57,8 +57,6 @@ _MAX_ID = 1 << 63
 _LIST = re.compile(r"[\d,\s]+", re.ASCII)
 _FIELDS = ("prompt_token_ids", "token_ids", "tokens")
 _TIMEOUT_S = 30.0
-_NAMESPACE = re.compile(r'fskv_namespace_info\{[^}\n]*\bnamespace="([^"\\\n]+)"')
-_CACHING_OFF = re.compile(r'cache_config_info\{[^}\n]*\benable_prefix_caching="False"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +141,17 @@ def namespace_at(url: str) -> str | None:
 
     Raises CommandError where the server caches no prefix.
     """
-    text = _ask(url, "/metrics")
-    if _CACHING_OFF.search(text):
+    try:
+        sample = read(_ask(url, "/metrics"), 0.0)
+    except NoMetrics:
+        return None
+    if sample.is_caching_off:
         raise CommandError(
             "prefix caching is off in this server (--no-enable-prefix-caching, or vLLM turned it off for "
             "this model), so fskv does nothing in it"
         )
-    names = {match[1] for match in _NAMESPACE.finditer(text)}
-    return names.pop() if len(names) == 1 else None
+    names = sample.labels("namespace")
+    return names[0] if len(names) == 1 else None
 
 
 def _ask(url: str, path: str, request: dict[str, Any] | None = None) -> str:

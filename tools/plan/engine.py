@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from fskv.namespace import Identity
 from fskv.types import Presence
 
 from ..exits import UsageError
+from ..explain.chunk_state import file_ranks
 from ..explain.prompt import specs
 from ..json_file import read_bytes
 from ..terminal import show
@@ -114,9 +114,6 @@ def of_namespace(identity: Identity, retention_interval: int) -> Engine:
     """Return the engine that has recorded itself in a namespace. Raises UsageError."""
     if not all(group.page_nbytes for group in identity.groups):
         raise UsageError("the namespace.json has no sizes of pages: its engine has pipeline stages")
-    files = math.prod(identity.topology.get(name, 1) for name in ("tp", "pp", "pcp"))
-    if identity.canonical_format is not None:
-        files = int(identity.canonical_format.rpartition("/")[2])
     return Engine(
         source="the engine's own namespace.json",
         groups=tuple(
@@ -124,7 +121,7 @@ def of_namespace(identity: Identity, retention_interval: int) -> Engine:
             for spec, group in zip(specs(identity), identity.groups, strict=True)
         ),
         blocks_per_chunk=identity.blocks_per_chunk,
-        files_per_chunk=files,
+        files_per_chunk=len(file_ranks(identity)),
         retention_interval=retention_interval,
         max_model_len=None,
         dtype=identity.model_dtype,

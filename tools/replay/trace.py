@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..exits import UsageError
+
 TOKENS_PER_BLOCK = 512  # of a hash id; github.com/kvcache-ai/Mooncake, FAST25-release
 
 _MAX_HASH_ID = 1 << 64
 _MAX_BLOCKS = 1_000_000  # 512 million tokens: not a request
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A trace that cannot be replayed; the message names file, line, finding and expectation."""
 
 

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from .. import survey
 from ..endpoint import Endpoint
-from ..terminal import ago, duration, iec, many, plain, rfc3339, show
+from ..terminal import ago, duration, iec, many, plain, rfc3339, share, show
 from .watch import Frame
 
 _STYLES = {survey.ALIVE: "green", survey.SILENT: "yellow", survey.GONE: "red", "bad": "red"}
-_BESIDE = 130  # columns from which one panel is beside another
+_WIDE = 130  # columns
 
 
 def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = True) -> Group:
@@ -27,14 +27,8 @@ def draw(frame: Frame, width: int, rows: int | None = None, *, whole: bool = Tru
     """
     seen, parts = frame.survey, [_head(frame), *_complaints(frame, rows)]
     if seen is not None:
-        pair = [one for one in (_bounds(seen, width, rows), _engines(seen, width, rows)) if one]
-        if width >= _BESIDE and len(pair) == 2:
-            beside = Table.grid(expand=True)
-            beside.add_column(ratio=2)
-            beside.add_column(ratio=3)
-            beside.add_row(*pair)
-            pair = [beside]
-        parts += pair
+        panels = (_bounds(seen, width, rows), _engines(seen, width, rows))
+        parts += [one for one in panels if one]
         if not seen.engines:
             parts.append(Text(" no engine has a heartbeat here", style="dim"))
     if frame.endpoints:
@@ -51,10 +45,6 @@ def rate(value: float | None) -> str:
     if value is None:
         return "-"
     return "0" if abs(value) < 0.5 else f"{iec(value)}/s"
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 # --- the parts --------------------------------------------------------------------------
@@ -150,7 +140,7 @@ def _hits(endpoints: Sequence[Endpoint], width: int, rows: int | None) -> Panel:
             ratios = (now.hit_ratio, total.hit_ratio, total.token_hit_ratio)
             cells = [*map(share, ratios), rate(now.loaded), rate(now.stored)]
             failed = ", ".join(f"{why} {count:,}" for why, count in total.load_failures.items())
-        named = ", ".join([one.place, *(one.models if width >= _BESIDE else [])])
+        named = ", ".join([one.place, *(one.models if width >= _WIDE else [])])
         status = Text(show(one.status), "green" if one.status == "ok" else "red")
         lost = Text(show(failed or "-"), "yellow" if failed else "")
         table.add_row(plain(named), *cells[:num], lost, status)

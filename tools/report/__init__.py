@@ -1,1 +1,0 @@
-"""One HTML page about a root: its figures, its template, and the template's data."""
