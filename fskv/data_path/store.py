@@ -39,7 +39,6 @@ from fskv.errors import (
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
 from fskv.format.integrity import (
-    KEY_ID_NBYTES,
     rows_context,
     rows_nbytes,
 )
@@ -414,7 +413,9 @@ class ChunkStore(Generic[SlotT]):
         if self._keys is None:
             digests = transport.row_digests(slot, base, layout.file_nbytes)
         else:
-            digests = self._encrypt(slot, file_id, layout, first_block)
+            payload = cast("HostSlot", slot).view[base : layout.file_nbytes]
+            context = self._context(file_id, layout)
+            digests = self._keys.native.encrypt(payload, context, file_id.key_hash, first_block)
         header = self._header(file_id, layout, first_block, digests)
         transport.put_header(slot, chunk_file.encode_header(header, base))
 
@@ -437,13 +438,6 @@ class ChunkStore(Generic[SlotT]):
         digest = self._directory.digest
         return rows_context(digest, layout.digest, group_idx, rank, layout.num_blocks)
 
-    def _encrypt(self, slot: SlotT, file_id: FileId, layout: FileLayout, first_block: int) -> bytes:
-        """Encrypt a slot's payload in place; return its seal and tags. The slot is in host memory."""
-        assert self._keys is not None
-        payload = cast("HostSlot", slot).view[layout.header_nbytes : layout.file_nbytes]
-        context = self._context(file_id, layout)
-        return self._keys.native.encrypt(payload, context, file_id.key_hash, first_block)
-
     def _decrypt(
         self, slot: SlotT, start: int, stop: int, file_id: FileId, header: ChunkHeader
     ) -> None:
@@ -451,19 +445,8 @@ class ChunkStore(Generic[SlotT]):
         assert self._keys is not None
         layout = self._layouts[file_id.group_idx]
         first_row = (start - layout.header_nbytes) // ROW_NBYTES
-        sound = self._keys.native.decrypt(
-            cast("HostSlot", slot).view[start:stop],
-            self._context(file_id, layout),
-            file_id.key_hash,
-            header.first_block,
-            first_row,
-            header.row_digests,
-        )
-        if sound < 0:
-            key_id = header.row_digests[:KEY_ID_NBYTES].rstrip(b"\0")
-            raise ChunkNoKey(f"encrypted with key {key_id!r}, which this engine has not")
-        if sound < -(-(stop - start) // ROW_NBYTES):
-            raise ChunkCorrupt(f"row {first_row + sound} fails its tag")
+        rows = cast("HostSlot", slot).view[start:stop]
+        self._keys.decrypt(rows, first_row, self._context(file_id, layout), header)
 
     def _header(
         self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes

@@ -7,9 +7,10 @@ import threading
 import time
 
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.errors import ConfigError
+from fskv.errors import ChunkCorrupt, ChunkNoKey, ConfigError
+from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
+from fskv.format.integrity import KEY_ID_NBYTES
 from fskv.native import _native
-from fskv.observe.state_log import Once
 from fskv.root.key_file import read_keys
 
 logger = logging.getLogger(__name__)
@@ -27,11 +28,29 @@ class WorkerKeys:
         self._path = path
         self._due = time.monotonic() + _LOOK_S
         self._looking: threading.Thread | None = None
-        self._once = Once()
+        self._said = ""
         self._keys = call_with_deadline(
             lambda: read_keys(path), START_UP_S, f"option 'key_file': {path} did not answer"
         )
         self.native.replace([*self._keys.keys])
+
+    def decrypt(
+        self, rows: memoryview, first_row: int, context: bytes, header: ChunkHeader
+    ) -> None:
+        """Decrypt rows in place; raises ChunkNoKey, and ChunkCorrupt for a wrong tag."""
+        seal, key = header.row_digests, header.key_hash
+        sound = self.native.decrypt(rows, context, key, header.first_block, first_row, seal)
+        if sound < 0:
+            key_id = seal[:KEY_ID_NBYTES].rstrip(b"\0")
+            raise ChunkNoKey(f"encrypted with key {key_id!r}, which this engine has not")
+        if sound < -(-len(rows) // ROW_NBYTES):
+            raise ChunkCorrupt(f"row {first_row + sound} fails its tag")
+
+    def _say(self, sentence: str) -> None:
+        """Log a sentence, unless it was the last one."""
+        if sentence != self._said:
+            logger.error("fskv: %s", sentence)
+        self._said = sentence
 
     @classmethod
     def of(cls, path: str | None) -> WorkerKeys | None:
@@ -51,12 +70,10 @@ class WorkerKeys:
         try:
             keys = read_keys(self._path)
         except ConfigError as error:
-            self._once.say(f"{error}; the keys before it stay")
+            self._say(f"{error}; the keys before it stay")
             return
         if keys.names != self._keys.names:
-            self._once.say(
-                f"option 'key_file': {self._path}: another key of names holds from the next start"
-            )
+            self._say(f"{self._path}: another key of names holds from the next start")
         if keys.keys != self._keys.keys:
             ids = ", ".join(id_.decode() for id_, _ in keys.keys)
             logger.info("fskv: %s has changed: keys %s; the first one writes", self._path, ids)
