@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 from capacity_lab import make_namespace
-from key_files import A, C, write_keys
+from key_files import write_keys
 from toy_engine import Engine
 from world import Clock
 
@@ -38,7 +38,9 @@ def engine(tmp_path):
 
 @pytest.fixture
 def key_file(tmp_path):
-    return write_keys(tmp_path / "keys", ("a", A), ("c", C))
+    """A key file with two keys, `a` and `c`."""
+    write_keys(tmp_path / "keys", "a", "c")
+    return tmp_path / "keys"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from key_files import NAMES, A, B, C, write_keys
+from key_files import key, write_keys
 from test_encryption import NATIVE, NO_KEY, OK, meta_of
 from test_native import STORED, Chunks
 from toy_engine import chunks_of
@@ -22,6 +22,7 @@ from fskv.errors import ConfigError
 from fskv.namespace import chunk_name
 from fskv.root.key_file import read_keys
 
+SECRETS = NAMES, A, B, C = [key(name) for name in ("names", "a", "b", "c")]
 LINES = [f"names {NAMES.hex()}", f"a {A.hex()}", f"c {C.hex()}"]
 WRONG_LINES = {
     "no names": LINES[1:],
@@ -49,7 +50,7 @@ def refused(path):
     sentence = str(caught.value)
     assert sentence.startswith(f"option 'key_file': {path}")
     assert "\n" not in sentence
-    assert not [key for key in (NAMES, A, B, C) if key.hex()[:8] in sentence.lower()]
+    assert not [one for one in SECRETS if one.hex()[:8] in sentence.lower()]
     return sentence
 
 
@@ -114,12 +115,12 @@ def test_a_new_key_writes_at_once_and_a_retired_one_reads_no_more(make_world, ke
 
     old, id_ = stored(1)
     assert id_ == b"a"
-    write_keys(key_file, ("b", B), ("a", A))
+    write_keys(key_file, "b", "a")
     world.keys.look()
     new, id_ = stored(2)
     assert id_ == b"b"
     assert (served(1), served(2)) == ((OK, old), (OK, new))
-    write_keys(key_file, ("b", B))
+    write_keys(key_file, "b")
     world.keys.look()
     assert (served(1), served(2)) == ((NO_KEY, None), (OK, new))
     assert os.path.exists(world.path(1))  # others may have its key
@@ -131,7 +132,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_said_once(make_world,
     world = make_world(key_file=key_file)
     assert world.put(1, world.content(1)) is OK
 
-    def said(*paths):
+    def said():
         caplog.clear()
         for _ in range(3):
             returns_in_time(lambda: world.keys.look() or 1)
@@ -146,11 +147,16 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_said_once(make_world,
     (line,) = said()
     assert "expected a regular file" in line
     with caplog.at_level(logging.INFO):
-        write_keys(key_file, ("b", B), ("a", A), names=C)
+        write_keys(key_file, "b", "a", names="others")
         another, changed = said()
     assert "another key of names holds from the next start" in another
     assert "has changed: keys b, a; the first one writes" in changed
-    assert not [key for key in (A, B, C) if key.hex()[:8] in another + changed]
+    assert not [one for one in SECRETS if one.hex()[:8] in another + changed]
+    for _ in range(2):
+        key_file.write_text("garbage")
+        assert len(said()) == 1  # anew, where it was mended in between
+        write_keys(key_file, "b", "a")
+        assert said() == []
 
 
 def test_a_refresh_waits_for_no_disk_and_a_mover_takes_new_keys(
@@ -159,11 +165,15 @@ def test_a_refresh_waits_for_no_disk_and_a_mover_takes_new_keys(
     monkeypatch.setattr(worker_keys, "_LOOK_S", 0.0)
     one = engine(key_file=str(key_file))
     kv = one.run(range(16))
-    read, hangs, asked = worker_keys.read_keys, threading.Event(), []
-    monkeypatch.setattr(
-        worker_keys, "read_keys", lambda path: [asked.append(path), hangs.wait(60), read(path)][2]
-    )
-    write_keys(key_file, ("b", B), ("a", A))
+    hangs, asked = threading.Event(), []
+
+    def slow(path):
+        asked.append(path)
+        hangs.wait(60)
+        return read_keys(path)
+
+    monkeypatch.setattr(worker_keys, "read_keys", slow)
+    write_keys(key_file, "b", "a")
     for _ in range(5):
         returns_in_time(lambda: one.run(range(16)))
     assert len(asked) == 1  # while it hangs no other look begins
@@ -182,7 +192,7 @@ def test_nothing_in_the_root_names_a_prompt_and_another_key_of_names_shares_noth
     engine, tmp_path, key_file
 ):
     tokens, root = range(24), tmp_path / "kv"
-    other = str(write_keys(tmp_path / "other", ("a", A), names=B))
+    other = write_keys(tmp_path / "other", "a", names="others")
     clear, first = engine(), engine(key_file=str(key_file))
     kv = clear.run(tokens)
     assert first.run(tokens) == engine(key_file=other).run(tokens) == kv
@@ -207,9 +217,7 @@ def test_nothing_in_the_root_names_a_prompt_and_another_key_of_names_shares_noth
         if path.is_file() and not str(path).startswith(in_clear):
             content = path.read_bytes()
             assert not [key for key in keys if key in content or key.hex().encode() in content]
-            assert not [
-                key for key in (NAMES, A, B, C) if key in content or key.hex() in str(content)
-            ]
+            assert not [one for one in SECRETS if one in content or one.hex().encode() in content]
 
 
 def test_gds_is_not_for_encrypted_chunks_and_one_sentence_says_so(engine, key_file, caplog):
