@@ -48,6 +48,7 @@ def directory_of_this_run(request, tmp_path_factory):
 # Longest first: one that begins late keeps one worker busy when the others have ended.
 LONG = (
     "unit/test_transport_faults.py",
+    "unit/test_encryption.py",
     "meta/test_operations.py",
     "tools/test_doctor.py",
     "unit/test_capacity.py",

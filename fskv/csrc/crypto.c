@@ -10,7 +10,7 @@
 enum { GET_TAG = 0x10, SET_TAG = 0x11, NONCE = 12 }; /* of <openssl/evp.h>, the same since 1.1 */
 
 /* Functions of libcrypto, by their names there. */
-static struct {
+typedef struct {
     void *(*EVP_CIPHER_CTX_new)(void);
     void (*EVP_CIPHER_CTX_free)(void *);
     int (*EVP_CIPHER_CTX_ctrl)(void *, int, int, void *);
@@ -20,7 +20,9 @@ static struct {
     int (*EVP_CipherFinal_ex)(void *, uint8_t *, int *);
     const void *(*EVP_sha256)(void);
     uint8_t *(*HMAC)(const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *);
-} ssl;
+} Functions;
+
+static Functions ssl; /* of the first library that has all of them: others may be using it */
 
 static bool find(void *library, const char *name, void *function)
 {
@@ -31,15 +33,19 @@ static bool find(void *library, const char *name, void *function)
 
 bool crypto_load(const char *library)
 {
+    Functions found;
     void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL); /* for good */
-    return opened != NULL && find(opened, "EVP_CIPHER_CTX_new", &ssl.EVP_CIPHER_CTX_new) &&
-           find(opened, "EVP_CIPHER_CTX_free", &ssl.EVP_CIPHER_CTX_free) &&
-           find(opened, "EVP_CIPHER_CTX_ctrl", &ssl.EVP_CIPHER_CTX_ctrl) &&
-           find(opened, "EVP_aes_256_gcm", &ssl.EVP_aes_256_gcm) &&
-           find(opened, "EVP_CipherInit_ex", &ssl.EVP_CipherInit_ex) &&
-           find(opened, "EVP_CipherUpdate", &ssl.EVP_CipherUpdate) &&
-           find(opened, "EVP_CipherFinal_ex", &ssl.EVP_CipherFinal_ex) && find(opened, "EVP_sha256", &ssl.EVP_sha256) &&
-           find(opened, "HMAC", &ssl.HMAC);
+    bool whole = opened != NULL && find(opened, "EVP_CIPHER_CTX_new", &found.EVP_CIPHER_CTX_new) &&
+                 find(opened, "EVP_CIPHER_CTX_free", &found.EVP_CIPHER_CTX_free) &&
+                 find(opened, "EVP_CIPHER_CTX_ctrl", &found.EVP_CIPHER_CTX_ctrl) &&
+                 find(opened, "EVP_aes_256_gcm", &found.EVP_aes_256_gcm) &&
+                 find(opened, "EVP_CipherInit_ex", &found.EVP_CipherInit_ex) &&
+                 find(opened, "EVP_CipherUpdate", &found.EVP_CipherUpdate) &&
+                 find(opened, "EVP_CipherFinal_ex", &found.EVP_CipherFinal_ex) &&
+                 find(opened, "EVP_sha256", &found.EVP_sha256) && find(opened, "HMAC", &found.HMAC);
+    if (whole && ssl.HMAC == NULL)
+        ssl = found;
+    return whole;
 }
 
 /* --- keys -------------------------------------------------------------------------------- */

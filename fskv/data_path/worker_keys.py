@@ -74,6 +74,8 @@ class WorkerKeys:
             return
         if keys.names != self._keys.names:
             self._say(f"{self._path}: another key of names holds from the next start")
+        else:
+            self._said = ""
         if keys.keys != self._keys.keys:
             ids = ", ".join(id_.decode() for id_, _ in keys.keys)
             logger.info("fskv: %s has changed: keys %s; the first one writes", self._path, ids)

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 from capacity_lab import make_namespace
+from key_files import write_keys
 from toy_engine import Engine
 from world import Clock
 
@@ -33,6 +34,13 @@ def engine(tmp_path):
             return stack.enter_context(contextlib.closing(Engine(str(at), **options)))
 
         yield make
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    """A key file with two keys, `a` and `c`."""
+    write_keys(tmp_path / "keys", "a", "c")
+    return tmp_path / "keys"
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ OTHER = {
     "tenant": "blue",
     "model_runner": "v2",
     "extra": {"kernel": "x"},
+    "encryption": "aes-256-gcm/0123456789abcdef",
     "epoch": {"model": {"run": "r", "version": "7"}},
 }
 
