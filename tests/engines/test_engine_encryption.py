@@ -1,0 +1,267 @@
+"""Real engines with `key_file`: their own keys alone open what they stored, and no file tells of a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+import engine_lab as lab
+import places
+import pytest
+import world
+import xxhash
+from fskv_tools.block_hashes import block_hashes
+from key_files import key, write_keys
+from test_engine_events import CHUNK_TOKENS, Router
+from tool_lab import run as fskv
+from world import wait_for
+
+from fskv.format import chunk_file
+from fskv.format.integrity import KEY_ID_NBYTES
+from fskv.namespace import Identity
+
+pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
+lab.needs_vllm()
+
+NAME = "gpt_oss"
+MODEL = lab.MODELS[NAME]
+MAIN = MODEL.main_prompt()
+OTHER = MODEL.tokens("other", MODEL.prompt_tokens)
+
+
+def stored(root: str) -> dict:
+    """Make a root on which an engine with the key `old` has stored the main prompt."""
+    path = write_keys(places.run_directory / "old.keys", "old")
+    return lab.stored(NAME, root, key_file=path)
+
+
+def ids_of(root: str) -> dict[str, str]:
+    """Return of each file the id of the key with which it is encrypted; it must be."""
+    found = {}
+    for path, content in lab.snapshot(root).items():
+        header = chunk_file.parse_header(content)
+        assert header.encrypted
+        found[path] = header.row_digests[:KEY_ID_NBYTES].rstrip(b"\0").decode()
+    return found
+
+
+def prune(root: str) -> None:
+    """Remove half of a root's files."""
+    half = sum(os.path.getsize(path) for path in lab.chunks(root)) // 2
+    done = fskv("prune", "--max-size", half, "--yes", root=root)
+    assert done.exit_code == 0, done.stderr
+
+
+# --- nobody can tell ------------------------------------------------------------------------
+
+
+def names_of(root: str, *prompts: list[int]) -> list[bytes]:
+    """Return what would tell that a prompt was here: hashes of its blocks, and names made of them."""
+    (manifest,) = lab.identities(root)
+    names = []
+    for prompt in prompts:
+        for one in block_hashes(Identity.from_manifest(manifest), prompt):
+            named = xxhash.xxh3_128_digest(one)
+            names += [one, one.hex().encode(), named, named.hex().encode()]
+    return names
+
+
+def found_in(contents: dict[str, bytes], secrets: list[bytes]) -> set[str]:
+    return {
+        path
+        for path, content in contents.items()
+        if any(one in content or one in os.fsencode(path) for one in secrets)
+    }
+
+
+def contents_of(root: str) -> dict[str, bytes]:
+    paths = [path for path in pathlib.Path(root).rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def pieces(root: str) -> list[bytes]:
+    """Return a piece of the KV of each file of a root in clear, from the last block that has any."""
+    return [content.rstrip(b"\0")[-512:-448] for content in lab.payloads(root).values()]
+
+
+def test_one_key_file_serves_through_a_rotation_and_no_file_tells_of_a_prompt(root, tmp_path):
+    """The control of the search: a root in clear, where it finds all that it looks for."""
+    first, clear = stored(root), tmp_path / "clear"
+    lab.stored(NAME, clear)
+    assert set(ids_of(root).values()) == {"old"}
+    keys, log = tmp_path / "keys", tmp_path / "engine" / "engine.log"
+    write_keys(keys, "old")
+    looked: list[dict[str, bytes]] = []
+
+    def rotate(talk: lab.Conversation, *ids: str) -> None:
+        talk.meanwhile(lambda: write_keys(keys, *ids))
+        said = f"keys {', '.join(ids)}; the first one writes"
+        talk.say(lab.generate([5, 6], said), {"read": str(log), "until": said})
+
+    def prune_and_look() -> None:
+        wait_for(lambda: list(pathlib.Path(root).rglob("snapshot.msgpack")), 60)
+        prune(root)
+        looked.append(contents_of(root))
+
+    main, other = lab.generate(MAIN, "warm"), lab.generate(OTHER, "other")
+    talk = lab.Conversation(tmp_path)
+    talk.say(main, lab.METRICS, lab.RESET)
+    rotate(talk, "new", "old")
+    talk.say(other, *lab.SETTLE, lab.RESET, {**main, "label": "both"}, lab.RESET)
+    rotate(talk, "new")
+    talk.say({**main, "label": "retired"}, *lab.SETTLE, lab.METRICS, lab.RESET)
+    talk.say({**main, "label": "healed"}, {**other, "label": "new"}, lab.METRICS, lab.RESET)
+    talk.meanwhile(prune_and_look)
+    talk.say({**main, "label": "pruned"})
+    transfer = lab.connector(root, key_file=str(keys))
+    result = talk.run(MODEL, transfer=transfer, changes={"quick_keys": True})
+
+    done, (before, retired, healed) = lab.generates(result), lab.metrics(result)
+    for label in ("warm", "both", "retired", "healed", "pruned"):
+        assert done[label]["tokens"] == lab.main_tokens(NAME), label
+    full = done["warm"]["num_cached_tokens"]
+    assert full == done["both"]["num_cached_tokens"] == done["healed"]["num_cached_tokens"]
+    assert full >= MODEL.prompt_tokens // 2
+    assert lab.counter(before, "load_failures") == 0
+    assert done["retired"]["num_cached_tokens"] < full
+    assert lab.counter(retired, "load_failures", reason="no_key") > 0
+    assert lab.counter(healed, "load_failures") == lab.counter(retired, "load_failures")
+    assert done["new"]["num_cached_tokens"] == full
+    assert done["new"]["tokens"] == done["other"]["tokens"]
+
+    secrets = [
+        one for name in ("names", "old", "new") for one in (key(name), key(name).hex().encode())
+    ]
+    secrets += names_of(root, MAIN, OTHER) + pieces(str(clear))
+    (contents,) = looked
+    print(sorted(contents))
+    parts = {part for path in contents for part in pathlib.Path(path).parts}
+    assert parts >= {"removed", "sights", "usage.json", "snapshot.msgpack", "namespace.json"}
+    for left in (contents, contents_of(root), {"first log": lab.log_of(first).encode()}):
+        assert found_in(left, secrets) == set()
+    assert found_in({"log": lab.log_of(result).encode()}, secrets) == set()
+    in_clear = contents_of(str(clear))
+    files = {path for path in in_clear if path.endswith(".kv")}
+    assert found_in(in_clear, names_of(str(clear), MAIN)) == files
+    assert found_in(in_clear, pieces(str(clear))) == files
+    assert found_in({"keys": keys.read_bytes()}, secrets) == {"keys"}
+
+
+@pytest.mark.slow
+def test_another_key_costs_a_recompute_and_other_names_are_another_namespace(root, tmp_path):
+    stored(root)
+    path = tmp_path / "keys"
+    steps = [lab.generate(MAIN, "main"), *lab.SETTLE, lab.METRICS]
+
+    def asked(num_namespaces: int, **options) -> dict:
+        result = lab.run(lab.request(MODEL, steps, transfer=lab.connector(root, **options)))
+        done = lab.generates(result)["main"]
+        assert (done["tokens"], done["num_cached_tokens"]) == (lab.main_tokens(NAME), 0)
+        assert len(lab.identities(root)) == num_namespaces
+        return lab.metrics(result)[0]
+
+    failed = asked(1, key_file=write_keys(path, "another"))
+    assert lab.counter(failed, "load_failures", reason="no_key") > 0
+    assert lab.counter(failed, "load_failures", reason="no_key") == lab.counter(
+        failed, "load_failures"
+    )
+    assert (
+        lab.counter(asked(2, key_file=write_keys(path, "old", names="others")), "load_failures")
+        == 0
+    )
+    assert lab.counter(asked(3), "load_failures") == 0
+    assert len({one.get("encryption") for one in lab.identities(root)}) == 3
+
+
+@pytest.mark.slow
+def test_a_router_hears_the_engines_own_hashes_of_hidden_chunks_also_when_they_are_pruned(
+    root, tmp_path
+):
+    model, router = lab.MODELS["llama"], Router(root)
+    prompt = model.main_prompt()
+    num_chunks = model.prompt_tokens // CHUNK_TOKENS
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
+    options = {"hybrid_chunk_size": CHUNK_TOKENS, "self_describing_kv_events": True}
+
+    def wait_and_prune() -> None:
+        wait_for(lambda: len(router.stored) == num_chunks, 60)
+        prune(root)
+
+    def wait_a_moment() -> None:
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: len(router.removed) + len(lab.chunks(root)) == num_chunks, 1)
+
+    talk = lab.Conversation(tmp_path)
+    talk.say(lab.generate(prompt, "cold"))
+    talk.meanwhile(wait_and_prune)
+    for number in range(40):  # the engine tells in its steps
+        talk.say(lab.generate([number + 5], f"step {number}"))
+        talk.meanwhile(wait_a_moment)
+    try:
+        talk.run(
+            model,
+            transfer=lab.connector(root, key_file=write_keys(tmp_path / "keys", "old"), **options),
+            engine={"kv_events_config": events},
+            env={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
+        )
+    finally:
+        router.close()
+    (manifest,) = lab.identities(root)
+    hashes = list(block_hashes(Identity.from_manifest(manifest), prompt))[: 2 * num_chunks]
+    assert sorted(one for _, _, some in router.stored for one in some) == sorted(hashes)
+    removed = [one for some in router.removed for one in some]
+    assert len(removed) == 2 * (num_chunks - len(lab.chunks(root))) > 0
+    assert set(removed) < set(hashes)
+    assert not any(there for _, there, _ in router.stored), "no file has the name of its hash"
+
+
+@pytest.mark.slow
+def test_the_tier_stores_and_loads_with_a_key_file_and_the_connector_opens_its_files(
+    root, tmp_path
+):
+    options = {"key_file": write_keys(tmp_path / "keys", "old")}
+    steps = [lab.generate(MAIN, "cold"), *lab.SETTLE, lab.RESET_TIERS]
+    steps += [lab.generate(MAIN, "warm"), lab.METRICS]
+    transfer = lab.tier(root, weights_fixed=True, **options)
+    result = lab.run(lab.request(MODEL, steps, transfer=transfer))
+    assert set(ids_of(root).values()) == {"old"}
+    before = lab.snapshot(root)
+    steps = [lab.generate(MAIN, "other"), lab.METRICS]
+    transfer = lab.connector(root, hybrid_chunk_size=128, **options)
+    other = lab.run(lab.request(MODEL, steps, transfer=transfer))
+    for one, label in ((result, "warm"), (other, "other")):
+        done = lab.generates(one)[label]
+        assert done["tokens"] == lab.main_tokens(NAME)
+        assert done["num_cached_tokens"] >= MODEL.prompt_tokens // 2
+        (counted,) = lab.metrics(one)
+        assert lab.counter(counted, "loaded_chunks") > 0
+        assert lab.counter(counted, "load_failures") == 0
+    assert lab.snapshot(root).keys() == before.keys()
+
+
+@pytest.mark.slow
+def test_of_two_roots_one_may_be_encrypted_and_either_one_serves(roots, tmp_path):
+    fast, slow = roots
+    key_file = write_keys(tmp_path / "keys", "old")
+    transfer = lab.multi(
+        lab.connector(fast, name="fast", load_weight=2.0, key_file=key_file),
+        lab.connector(slow, name="slow"),
+    )
+    main = lab.generate(MAIN, "cold")
+    talk = lab.Conversation(tmp_path)
+    talk.say(main, *lab.SETTLE, lab.RESET, {**main, "label": "warm"}, lab.METRICS, lab.RESET)
+    looked = []
+    talk.meanwhile(lambda: (looked.append(ids_of(fast)), lab.remove(fast)))
+    talk.say({**main, "label": "lost"}, *lab.SETTLE, lab.METRICS)
+    result = talk.run(MODEL, transfer=transfer)
+    for label in ("cold", "warm", "lost"):
+        assert lab.generates(result)[label]["tokens"] == lab.main_tokens(NAME), label
+    first, last = lab.metrics(result)
+    for counted, name in ((first, "fast"), (last, "slow")):
+        assert lab.counter(counted, "loaded_chunks", connector=name) > 0
+    assert set(looked[0].values()) == {"old"}
+    assert set(ids_of(fast).values()) == {"old"}, "what was loaded from the other one"
+    lab.assert_sound(slow)
+    assert found_in(contents_of(fast), names_of(slow, MAIN) + pieces(slow)) == set()
+    assert found_in(contents_of(slow), pieces(slow))
