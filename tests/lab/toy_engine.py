@@ -67,7 +67,7 @@ class Engine:
     def run(self, tokens: Sequence[int]) -> bytes:
         """Return the KV of a prompt of whole chunks."""
         self.memory[:] = bytes(len(self.memory))
-        chunks = chunks_of(tokens)
+        chunks = self.kv.hidden(chunks_of(tokens))
         num_loaded = self._load(chunks[: self._hits(chunks)])
         for number in range(num_loaded, len(chunks)):
             for block in self._blocks(number):
