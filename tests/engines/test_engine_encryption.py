@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+from dataclasses import replace
+from itertools import cycle
 
 import engine_lab as lab
 import places
@@ -18,7 +20,8 @@ from tool_lab import run as fskv
 from world import wait_for
 
 from fskv.format import chunk_file
-from fskv.format.integrity import KEY_ID_NBYTES
+from fskv.format.chunk_file import ChunkHeader
+from fskv.format.integrity import CHECKSUM, KEY_ID_NBYTES, xxh3_rows
 from fskv.namespace import Identity
 
 pytestmark = [*world.VLLM, pytest.mark.timeout(600)]
@@ -85,24 +88,16 @@ def pieces(root: str) -> list[bytes]:
     return [content.rstrip(b"\0")[-512:-448] for content in lab.payloads(root).values()]
 
 
-def test_one_key_file_serves_through_a_rotation_and_no_file_tells_of_a_prompt(root, tmp_path):
-    """The control of the search: a root in clear, where it finds all that it looks for."""
-    first, clear = stored(root), tmp_path / "clear"
-    lab.stored(NAME, clear)
+def test_one_key_file_serves_through_a_rotation_on_a_running_engine(root, tmp_path):
+    stored(root)
     assert set(ids_of(root).values()) == {"old"}
     keys, log = tmp_path / "keys", tmp_path / "engine" / "engine.log"
     write_keys(keys, "old")
-    looked: list[dict[str, bytes]] = []
 
     def rotate(talk: lab.Conversation, *ids: str) -> None:
         talk.meanwhile(lambda: write_keys(keys, *ids))
         said = f"keys {', '.join(ids)}; the first one writes"
         talk.say(lab.generate([5, 6], said), {"read": str(log), "until": said})
-
-    def prune_and_look() -> None:
-        wait_for(lambda: list(pathlib.Path(root).rglob("snapshot.msgpack")), 60)
-        prune(root)
-        looked.append(contents_of(root))
 
     main, other = lab.generate(MAIN, "warm"), lab.generate(OTHER, "other")
     talk = lab.Conversation(tmp_path)
@@ -111,14 +106,12 @@ def test_one_key_file_serves_through_a_rotation_and_no_file_tells_of_a_prompt(ro
     talk.say(other, *lab.SETTLE, lab.RESET, {**main, "label": "both"}, lab.RESET)
     rotate(talk, "new")
     talk.say({**main, "label": "retired"}, *lab.SETTLE, lab.METRICS, lab.RESET)
-    talk.say({**main, "label": "healed"}, {**other, "label": "new"}, lab.METRICS, lab.RESET)
-    talk.meanwhile(prune_and_look)
-    talk.say({**main, "label": "pruned"})
+    talk.say({**main, "label": "healed"}, {**other, "label": "new"}, lab.METRICS)
     transfer = lab.connector(root, key_file=str(keys))
     result = talk.run(MODEL, transfer=transfer, changes={"quick_keys": True})
 
     done, (before, retired, healed) = lab.generates(result), lab.metrics(result)
-    for label in ("warm", "both", "retired", "healed", "pruned"):
+    for label in ("warm", "both", "retired", "healed"):
         assert done[label]["tokens"] == lab.main_tokens(NAME), label
     full = done["warm"]["num_cached_tokens"]
     assert full == done["both"]["num_cached_tokens"] == done["healed"]["num_cached_tokens"]
@@ -130,22 +123,72 @@ def test_one_key_file_serves_through_a_rotation_and_no_file_tells_of_a_prompt(ro
     assert done["new"]["num_cached_tokens"] == full
     assert done["new"]["tokens"] == done["other"]["tokens"]
 
-    secrets = [
-        one for name in ("names", "old", "new") for one in (key(name), key(name).hex().encode())
-    ]
-    secrets += names_of(root, MAIN, OTHER) + pieces(str(clear))
-    (contents,) = looked
-    print(sorted(contents))
+
+def _flip(path: str, header: ChunkHeader) -> None:
+    lab.DAMAGES[0].do(path, lab.DamageContext(""))
+
+
+def _zeros_in_clear(path: str, header: ChunkHeader) -> None:
+    _forge(path, replace(header, checksum=CHECKSUM), bytes(header.payload_nbytes))
+
+
+def _zeros_with_another_key(path: str, header: ChunkHeader) -> None:
+    """Of the attacker's own, as good as any: the engine does not have it."""
+    seal = b"theirs".ljust(KEY_ID_NBYTES, b"\0") + header.row_digests[KEY_ID_NBYTES:]
+    _forge(path, replace(header, row_digests=seal), bytes(header.payload_nbytes))
+
+
+def _forge(path: str, header: ChunkHeader, payload: bytes) -> None:
+    if not header.encrypted:
+        header = replace(header, row_digests=xxh3_rows(memoryview(payload)))
+    pathlib.Path(path).write_bytes(chunk_file.encode_header(header, header.header_nbytes) + payload)
+
+
+FORGERIES = {"corrupt": _flip, "stale": _zeros_in_clear, "no_key": _zeros_with_another_key}
+
+
+def test_what_others_write_is_recomputed_and_what_they_read_tells_of_no_prompt(root, tmp_path):
+    """The control of the search: a root in clear, where it finds each file. There zeros change tokens."""
+    first, clear = stored(root), tmp_path / "clear"
+    lab.stored(NAME, clear)
+    contents: dict[str, bytes] = {}
+
+    def forge() -> None:
+        for path, how in zip(lab.chunks(root), cycle(FORGERIES.values()), strict=False):
+            how(path, chunk_file.parse_header(pathlib.Path(path).read_bytes()))
+
+    def prune_and_read() -> None:
+        wait_for(lambda: list(pathlib.Path(root).rglob("snapshot.msgpack")), 60)
+        prune(root)
+        contents.update(contents_of(root))
+
+    main, talk = lab.generate(MAIN, "warm"), lab.Conversation(tmp_path)
+    talk.say(main, lab.RESET)
+    talk.meanwhile(forge)
+    talk.say({**main, "label": "forged"}, *lab.SETTLE, lab.METRICS, lab.RESET)
+    talk.meanwhile(prune_and_read)
+    talk.say({**main, "label": "pruned"})
+    key_file = write_keys(tmp_path / "keys", "old")
+    result = talk.run(MODEL, transfer=lab.connector(root, key_file=key_file))
+    done, (counted,) = lab.generates(result), lab.metrics(result)
+    for label in ("warm", "forged", "pruned"):
+        assert done[label]["tokens"] == lab.main_tokens(NAME), label
+    assert done["forged"]["num_cached_tokens"] < done["warm"]["num_cached_tokens"]
+    for reason in FORGERIES:
+        assert lab.counter(counted, "load_failures", reason=reason) > 0, reason
+
+    secrets = [one for name in ("names", "old") for one in (key(name), key(name).hex().encode())]
+    secrets += names_of(root, MAIN) + pieces(str(clear))
     parts = {part for path in contents for part in pathlib.Path(path).parts}
     assert parts >= {"removed", "sights", "usage.json", "snapshot.msgpack", "namespace.json"}
-    for left in (contents, contents_of(root), {"first log": lab.log_of(first).encode()}):
-        assert found_in(left, secrets) == set()
-    assert found_in({"log": lab.log_of(result).encode()}, secrets) == set()
+    logs = {"first": lab.log_of(first).encode(), "second": lab.log_of(result).encode()}
+    for seen in (contents, contents_of(root), logs):
+        assert found_in(seen, secrets) == set()
     in_clear = contents_of(str(clear))
     files = {path for path in in_clear if path.endswith(".kv")}
     assert found_in(in_clear, names_of(str(clear), MAIN)) == files
     assert found_in(in_clear, pieces(str(clear))) == files
-    assert found_in({"keys": keys.read_bytes()}, secrets) == {"keys"}
+    assert found_in({"keys": pathlib.Path(key_file).read_bytes()}, secrets) == {"keys"}
 
 
 @pytest.mark.slow
@@ -184,13 +227,16 @@ def test_a_router_hears_the_engines_own_hashes_of_hidden_chunks_also_when_they_a
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint}
     options = {"hybrid_chunk_size": CHUNK_TOKENS, "self_describing_kv_events": True}
 
+    def num_left() -> int:
+        return len(lab.chunks(root))
+
     def wait_and_prune() -> None:
         wait_for(lambda: len(router.stored) == num_chunks, 60)
         prune(root)
 
     def wait_a_moment() -> None:
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: len(router.removed) + len(lab.chunks(root)) == num_chunks, 1)
+            wait_for(lambda: sum(map(len, router.removed)) == 2 * (num_chunks - num_left()), 1)
 
     talk = lab.Conversation(tmp_path)
     talk.say(lab.generate(prompt, "cold"))
@@ -211,7 +257,7 @@ def test_a_router_hears_the_engines_own_hashes_of_hidden_chunks_also_when_they_a
     hashes = list(block_hashes(Identity.from_manifest(manifest), prompt))[: 2 * num_chunks]
     assert sorted(one for _, _, some in router.stored for one in some) == sorted(hashes)
     removed = [one for some in router.removed for one in some]
-    assert len(removed) == 2 * (num_chunks - len(lab.chunks(root))) > 0
+    assert len(removed) == 2 * (num_chunks - num_left()) > 0
     assert set(removed) < set(hashes)
     assert not any(there for _, there, _ in router.stored), "no file has the name of its hash"
 

@@ -187,6 +187,18 @@ def test_a_copy_brings_encrypted_files_unopened_and_a_key_checks_them_there(worl
     assert there.get(5)[1] == world.content(5)
 
 
+def test_the_doctor_looks_at_the_key_file_of_a_servers_line(world, keys):
+    given = {"kv_connector": "FskvConnector", "kv_role": "kv_both"}
+    given["kv_connector_extra_config"] = {"root": world.root, "key_file": keys}
+    line = f"vllm serve M --kv-transfer-config '{json.dumps(given)}'"
+    done = run("doctor", "--timeout", "120", "--config", line, "--json")
+    assert (done.exit_code, done.summary["problem"]) == (0, 0), done.stdout
+    os.chmod(keys, 0o644)
+    done = run("doctor", "--timeout", "120", "--config", line, "--json")
+    (found,) = [one["found"] for one in done.lines if one.get("level") == "problem"]
+    assert "mode 0644, expected" in found
+
+
 def test_other_commands_see_names_and_sizes_and_no_key_of_a_prompt(world):
     said = ""
     for words in (
