@@ -162,8 +162,9 @@ def test_of_hidden_chunks_the_engines_own_keys_are_announced_and_taken_back(hidi
     assert _taken(manager.take_events()) == [], "a name that no file has"
 
 
-def test_of_hidden_chunks_those_that_were_asked_for_last_are_remembered():
-    events = KvEvents(10)
+def test_of_hidden_chunks_those_that_were_asked_for_last_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ANNOUNCED", 10)
+    events = KvEvents()
     events.keys = KEYS
     numbers = [*range(10), 0, 10]
     for number in numbers:

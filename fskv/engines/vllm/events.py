@@ -65,7 +65,7 @@ class KvEvents:
         """Remember the key of a hidden chunk, of which alone `stored` will be told."""
         self._asked[chunk] = key
         self._asked.move_to_end(chunk)
-        if len(self._asked) > self._max_announced:
+        if len(self._asked) > MAX_ANNOUNCED:
             self._asked.popitem(last=False)
 
     def stored(self, chunk: ChunkId) -> None:
