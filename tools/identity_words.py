@@ -48,6 +48,10 @@ MEANINGS: dict[str, str] = {
         "that started with these weights do not use it. Engines share an epoch where its update names the "
         "same source (run and version, or checkpoint); a private epoch is of the engine that made it alone."
     ),
+    "encryption": (
+        "Each key of names hides the names of chunks in its own way, and engines with a key file load no "
+        "files in clear. Give both the same option `key_file`, or neither one."
+    ),
     "model_config": (
         "The configuration shapes KV (RoPE, quantisation, overrides, image processing). Use the same "
         "config.json, `--hf-overrides` and quantisation on both."

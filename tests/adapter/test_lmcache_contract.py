@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import read_only
+from key_files import write_keys
 from lmcache_lab import FACTS
 from world import damage, wait_for
 
@@ -179,6 +180,21 @@ def test_a_server_that_only_loads_changes_nothing(make, tmp_path):
     assert read_only.look(tmp_path / "kv") == before
     assert writer.store(keys([5]), writer.objects(4, fill=3)).is_successful(), "the control"
     assert read_only.look(tmp_path / "kv") != before
+
+
+def test_with_a_key_file_objects_come_back_after_a_restart_and_in_clear_they_are_not_found(
+    make, tmp_path
+):
+    key_file = write_keys(tmp_path / "keys", "one")
+    writer = make(key_file=key_file)
+    assert writer.store(keys(range(2)), writer.objects(3, 7, fill=1)).is_successful()
+    reader = make(key_file=key_file)
+    assert reader.lookup(keys(range(3))) == [True, True, False]
+    assert reader.load(keys(range(2)), reader.objects(1, 2)) == [True] * 2
+    assert torch.equal(reader.objects(1)[0].raw_data, writer.objects(3)[0].raw_data)
+    assert make().lookup(keys(range(2))) == [False] * 2
+    other = make(key_file=write_keys(tmp_path / "other", "two"))
+    assert other.load(keys(range(2)), other.objects(1, 2)) == [False] * 2
 
 
 def test_a_load_is_good_key_by_key(make, tmp_path):

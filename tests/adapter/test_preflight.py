@@ -71,6 +71,7 @@ def multi(*extras):
     [
         ({"root": "relative"}, ConfigError, "'root': found 'relative'"),
         ({"max_bytes": "100G"}, ConfigError, "did you mean 100GiB?"),
+        ({"key_file": "/nowhere/keys"}, ConfigError, "'key_file': /nowhere/keys: found No such"),
         ({"root": "/nowhere/at/all"}, RootError, "/nowhere/at/all does not exist"),
     ],
 )

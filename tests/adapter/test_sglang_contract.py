@@ -15,6 +15,7 @@ import pytest
 import read_only
 from hypothesis import given, settings
 from hypothesis.strategies import data, integers, sampled_from, sets
+from key_files import write_keys
 from world import damage, wait_for
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -206,6 +207,21 @@ def test_a_server_that_only_loads_changes_nothing(make, tmp_path):
     assert read_only.look(tmp_path / "kv") == before
     assert backend.batch_set_v1(keys(4), indices(3, 7, 4, 5)) == [True] * 4, "the control"
     assert read_only.look(tmp_path / "kv") != before
+
+
+def test_with_a_key_file_pages_come_back_after_a_restart_and_in_clear_they_are_not_found(
+    make, tmp_path
+):
+    key_file = write_keys(tmp_path / "keys", "one")
+    pool, other = host_pool(), host_pool(seed=1)
+    assert make(pool, key_file=key_file).batch_set_v1(keys(2), indices(3, 7)) == [True] * 2
+    reader = make(other, key_file=key_file)
+    assert reader.batch_exists(keys(4)) == 2
+    assert reader.batch_get_v1(keys(2), indices(1, 2)) == [True] * 2
+    assert torch.equal(page(other, 1), page(pool, 3))
+    assert make(host_pool()).batch_exists(keys(4)) == 0
+    other_key = write_keys(tmp_path / "other", "two")
+    assert make(other, key_file=other_key).batch_get_v1(keys(2), indices(1, 2)) == [False] * 2
 
 
 def test_a_damaged_page_and_one_that_was_never_stored_are_false(make, tmp_path):

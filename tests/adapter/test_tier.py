@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import read_only
+from key_files import write_keys
 from world import VLLM, make_identity, read_by_hand, returns_in_time, wait_for
 
 pytest.importorskip("vllm", reason="needs the vllm environment: make test")
@@ -56,6 +57,28 @@ def test_a_file_holds_the_pages_without_padding_and_comes_back_into_any_row(
     assert found == {
         place: pages for (n, *place), pages in wanted.items() if n == 2 for place in [tuple(place)]
     }
+
+
+@pytest.mark.parametrize("ids", [("one",), ("two", "one"), ("two",)])
+def test_with_a_key_file_rows_come_back_where_the_key_is_there(make_rig, tmp_path, ids):
+    """The control: without its key a file is found, and not loaded."""
+    keys = write_keys(tmp_path / "keys", "one")
+    rig = make_rig(num_ranks=2, bpc=3, key_file=keys)
+    wanted = rig.store([1])
+    for (_, rank, group), pages in wanted.items():
+        with open(rig.path(rig.keys(1)[group], rank), "rb") as file:
+            content = file.read()
+        assert not any(pages[at : at + 32] in content for at in range(0, 4096, 32))
+    write_keys(tmp_path / "keys", *ids)
+    again = make_rig(num_ranks=2, bpc=3, key_file=keys)
+    assert [again.lookup(key) for key in again.keys(1)] == [LookupResult.HIT] * 2
+    result = again.finish(again.submit(again.keys(1), (9, 4), load=True))
+    assert result.success is ("one" in ids)
+    if "one" in ids:
+        found = again.pages_of_rows(12, (9, 4))
+        assert found == {tuple(place): pages for (_, *place), pages in wanted.items()}
+    else:
+        assert "'no_key'" in str(again.counted())
 
 
 def test_a_tier_that_only_loads_changes_nothing(make_rig, tmp_path, monkeypatch):
@@ -277,7 +300,7 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
 
 def test_rows_beyond_two_gib_are_found(make_rig):
     rig = make_rig()
-    used = tier.ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
+    used = tier.ChunkKeys([rig.tier._manager.chunk_of(rig.keys(1)[0])], use=0, depths=[0])
     (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
     assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
 

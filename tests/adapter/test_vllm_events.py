@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import world
 import xxhash
+from key_files import write_keys
 from scheduler_half import add_epochs
 
 from fskv.offload.mover import News
@@ -30,6 +31,7 @@ from fskv.engines.vllm import events as module
 from fskv.engines.vllm.budget import LoadBudget
 from fskv.engines.vllm.connector import FskvConnector
 from fskv.engines.vllm.events import MAX_ANNOUNCED, KvEvents
+from fskv.root.key_file import KeySet, hidden
 from fskv.types import ChunkId, Presence, Status
 
 pytestmark = world.VLLM
@@ -43,9 +45,9 @@ def _key(number: int, group_idx: int = 0):
     return make_offload_key(number.to_bytes(32, "big"), group_idx)
 
 
-def _name(number: int, group_idx: int = 0) -> tuple[bytes, int]:
+def _name(number: int, group_idx: int = 0, keys: KeySet | None = None) -> tuple[bytes, int]:
     """Return what the pruner knows of a chunk: read off its file's name."""
-    return xxhash.xxh3_128_digest(number.to_bytes(32, "big")), group_idx
+    return xxhash.xxh3_128_digest(hidden(keys, _chunk(number)).key_hash), group_idx
 
 
 def _taken(events) -> list[tuple[str, bytes]]:
@@ -59,28 +61,37 @@ def _taken(events) -> list[tuple[str, bytes]]:
 # --- what is remembered ---------------------------------------------------------------------
 
 
+KEYS = KeySet(b"n" * 32, ((b"a", b"a" * 32),))
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["", "hidden"])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_router_believes_only_what_can_be_taken_back(seed):
+def test_a_router_believes_only_what_can_be_taken_back(seed, keys):
     rng = random.Random(seed)
     limit = rng.randrange(1, 12)
     events, believed = KvEvents(limit), set()
+    events.keys = keys
     for _ in range(400):
         number, action = rng.randrange(20), rng.random()
+        chunk = hidden(keys, _chunk(number))
         if action < 0.7:
-            events.stored(_chunk(number))
+            if keys is not None:
+                events.asked(chunk, _key(number))
+            events.stored(chunk)
         elif action < 0.8:
-            events.removed(_chunk(number))
+            events.removed(chunk)
         elif action < 0.98:
-            events.removed_names([_name(number), _name(rng.randrange(20))])
+            events.removed_names(_name(n, keys=keys) for n in (number, rng.randrange(20)))
         else:
             believed.clear()  # a router does, at vLLM's word
             events.forget()
         if rng.random() < 0.3:
             for what, key in _taken(events.take()):
                 assert (key in believed) is (what == "removed"), "twice, or out of the blue"
+                assert key in {_key(number) for number in range(20)}, "the engine's own"
                 believed.symmetric_difference_update([key])
             assert len(believed) == len(events._announced) <= limit
-    events.removed_names(_name(number) for number in range(20))
+    events.removed_names(_name(number, keys=keys) for number in range(20))
     for what, key in _taken(events.take()):
         assert what == "removed" or key not in believed
         believed.symmetric_difference_update([key])
@@ -126,6 +137,61 @@ def test_events_are_kept_only_where_the_engine_publishes_them(make_manager, desc
 # --- the manager ----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hiding(make_manager, tmp_path):
+    """Make a manager whose chunks are hidden, and the keys that hide them."""
+    manager = make_manager(kv_events=KvEvents(), key_file=write_keys(tmp_path / "keys", "one"))
+    return manager, manager.events.keys
+
+
+def test_of_hidden_chunks_the_engines_own_keys_are_announced_and_taken_back(hiding, monkeypatch):
+    """The control: a chunk of which the engine never asked has no key that a router knows."""
+    manager, keys = hiding
+    chunks = [hidden(keys, _chunk(number)) for number in range(5)]
+    manager.prepare_store([_key(1), _key(2), _key(3)], ReqContext("r"))
+    manager.on_news(News(stored={chunks[number]: {0} for number in (1, 2, 4)}))
+    assert _taken(manager.take_events()) == [("stored", _key(1)), ("stored", _key(2))]
+    found = Presence.HIT, Status.OK
+    monkeypatch.setattr(manager.chunks.presence, "lookup", lambda chunk: found)
+    assert manager.lookup(_key(0), ReqContext("r")) is LookupResult.HIT
+    assert _taken(manager.take_events()) == [("stored", _key(0))]
+    manager.chunks.on_removed([_name(number, keys=keys) for number in (1, 4)])
+    manager.on_news(News(failed_loads={chunks[2]: Status.NO_KEY}))
+    assert _taken(manager.take_events()) == [("removed", _key(1)), ("removed", _key(2))]
+    manager.chunks.on_removed([_name(0)])
+    assert _taken(manager.take_events()) == [], "a name that no file has"
+
+
+def test_of_hidden_chunks_those_that_were_asked_for_last_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ANNOUNCED", 10)
+    events = KvEvents()
+    events.keys = KEYS
+    numbers = [*range(10), 0, 10]
+    for number in numbers:
+        events.asked(hidden(KEYS, _chunk(number)), _key(number))
+    assert len(events._asked) == 10
+    for number in numbers:
+        events.stored(hidden(KEYS, _chunk(number)))
+    believed = {key for _, key in _taken(events.take())}
+    assert believed == {_key(number) for number in numbers} - {_key(1)}
+
+
+def test_of_hidden_chunks_a_payload_goes_after_its_announcement():
+    events, payloads = KvEvents(10), {}
+    events.keys = KEYS
+    for number in range(2 * module._PAYLOADS_SLACK + 11):
+        payloads[_key(number)] = object()
+    events.asked(hidden(KEYS, _chunk(0)), _key(0))
+    events.stored(hidden(KEYS, _chunk(0)))
+    events.trim(payloads)
+    assert len(payloads) == module._PAYLOADS_SLACK + 12
+    assert _key(0) in payloads
+    assert _taken(events.take()) == [("stored", _key(0)), ("removed", _key(0))]
+    payloads |= {_key(number): object() for number in range(20_000, 25_000)}
+    events.trim(payloads)
+    assert _key(0) not in payloads
+
+
 def test_a_chunk_is_announced_and_hit_when_the_last_rank_has_published_it(make_manager):
     manager, request = make_manager(2, kv_events=KvEvents()), ReqContext("r")
     manager.on_news(News(stored={_chunk(1): {0}}))
@@ -145,6 +211,7 @@ def test_a_chunk_is_announced_and_hit_when_the_last_rank_has_published_it(make_m
         ("absent", True),
         ("stale", True),
         ("corrupt", True),
+        ("no_key", True),
         ("timed_out", False),
         ("io_error", False),
         ("denied", False),

@@ -326,7 +326,15 @@ def constants(values: dict[str, float]) -> None:
     set_constants(**values)
 
 
-_ALL = (arch, kernels, replace_after_load, without_impl, new_kind, never_rests)
+def quick_keys(_: Any) -> None:
+    """A key file is read again at each step."""
+    from fskv.data_path import worker_keys
+
+    assert worker_keys._LOOK_S
+    worker_keys._LOOK_S = 0.0
+
+
+_ALL = (arch, kernels, replace_after_load, without_impl, new_kind, never_rests, quick_keys)
 _ALL += (early_events, untold, patient, cpu_pool, cpu_gaps, one_epoch, always_pure, constants)
 CHANGES: dict[str, Callable[[Any], None]] = {change.__name__: change for change in _ALL}
 

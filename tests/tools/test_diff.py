@@ -35,6 +35,7 @@ CHANGES = {
     "topology": ({"tp": 2}, "canonical_layout"),
     "canonical_format": ("LBHNC/8", "canonical_layout"),
     "tenant": ("acme", "option `tenant`"),
+    "encryption": ("aes-256-gcm/" + "7" * 16, "`key_file`"),
     "model_runner": ("v2", "VLLM_USE_V2_MODEL_RUNNER"),
     "epoch": ({"model": {"run": "r7", "version": "42"}}, "epoch none / model run r7 version 42"),
     "extra": ({"page_layouts": {"group0": "amx"}}, "instruction set"),

@@ -366,6 +366,7 @@ MISTAKES = {
     "no root": ({"root": None}, "'root': found None"),
     "a root that is missing": ({"root": "/nowhere/at/all"}, "does not exist"),
     "a foreign directory": ({"root": "/etc"}, "not an fskv root and not empty"),
+    "no key file": ({"key_file": "/no/keys"}, "'key_file': /no/keys: found No such file"),
 }
 
 

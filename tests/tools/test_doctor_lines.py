@@ -111,6 +111,13 @@ def test_there_is_an_example_of_each_row_and_each_level():
     assert {row.level for row in REFUSED} == {"problem"}
 
 
+@pytest.mark.parametrize(
+    ("path", "is_good"), [("/etc/fskv.keys", True), ("fskv.keys", False), ("/mnt/kv/keys", False)]
+)
+def test_a_key_file_has_an_absolute_path_outside_of_the_root(path, is_good):
+    assert judged(line(key_file=path)) == ([] if is_good else [("problem", "key_file")])
+
+
 @pytest.mark.parametrize("bound", ["2TiB", "2T"])
 def test_a_configuration_may_come_in_parts(bound):
     prefix = "--kv-transfer-config"

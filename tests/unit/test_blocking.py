@@ -12,6 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import xxhash
+from key_files import write_keys
 from toy_engine import PAGE_NBYTES, identity
 from world import damage, returns_in_time, wait_for
 
@@ -326,6 +328,57 @@ def move(store):
     """What happens between two steps, without a thread."""
     store.rest("weights are updated")
     store.kv.move(*store.kv.opened({"private": "0" * 32}))
+
+
+def told_by(root, pages):
+    """Return which of these pages' keys, names and contents are in a root's files and their names."""
+    files = [(str(path), path.read_bytes()) for path in root.rglob("*") if path.is_file()]
+    told = set()
+    for page in pages:
+        key, name = page.chunk.key_hash, xxhash.xxh3_128_digest(page.chunk.key_hash)
+        signs = {"key": [key, key.hex().encode()], "name": [name, name.hex().encode()]}
+        for what, some in {**signs, "content": [content(page.chunk)[:64]]}.items():
+            seen = any(
+                one in data or one.decode("latin1") in path for path, data in files for one in some
+            )
+            told |= {what} if seen else set()
+    return told
+
+
+@pytest.mark.parametrize("encrypted", [True, pytest.param(False, id="negative_control")])
+def test_with_a_key_file_no_file_tells_of_a_page_also_after_an_update(make, tmp_path, encrypted):
+    """And a restart loads them, as after the update the next store does."""
+    options = {"key_file": write_keys(tmp_path / "keys", "one")} if encrypted else {}
+    store, some = make(**options), pages(range(3))
+    store.fill(some)
+    assert store.store(some) == [True] * 3
+    again, elsewhere = make(**options), pages(range(3), 20)
+    assert again.count_present(chunks(range(4))) == 3
+    assert again.load(elsewhere) == again.holds(elsewhere) == [True] * 3
+    first = store.kv.directory.path
+    move(store)
+    assert store.present(chunks(range(3))) == [False] * 3
+    assert store.store(some) == [True] * 3
+    assert store.load(elsewhere) == store.holds(elsewhere) == [True] * 3
+    assert store.kv.directory.path != first
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 6
+    assert told_by(tmp_path / "kv", some) == (set() if encrypted else {"key", "name", "content"})
+
+
+def test_pages_of_another_key_are_computed_and_stored_again_with_the_own(make, tmp_path):
+    one, other = (write_keys(tmp_path / name, name) for name in ("one", "other"))
+    both = write_keys(tmp_path / "both", "one", "other")
+    some = pages(range(3))
+    first, second, last = make(key_file=one), make(key_file=other), make(key_file=both)
+    first.fill(some)
+    assert first.store(some[:2]) == [True] * 2
+    assert second.present(chunks(range(2))) == [True] * 2
+    assert second.load(some[:2]) == [False] * 2
+    second.fill(some)
+    assert second.store(some[1:]) == [True] * 2
+    assert second.load(some[1:]) == [True] * 2
+    assert last.load(some) == last.holds(some) == [True] * 3
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 3
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 import msgpack
 import pytest
+from key_files import write_keys
 from places import REPOSITORY
 from toy_engine import PAGE_NBYTES, TOKENS_PER_CHUNK, chunks_of, identity
 from world import damage, wait_for
@@ -48,6 +49,20 @@ def test_a_toy_engine_loads_what_another_one_stored(engine, tmp_path):
     longer = [*PROMPT, *range(TOKENS_PER_CHUNK)]
     assert second.run(longer)[: len(kv)] == kv
     assert (second.num_stored, second.num_loaded) == (1, 8)
+
+
+def test_with_a_key_file_a_toy_engine_loads_what_another_one_stored_under_hidden_names(
+    engine, tmp_path
+):
+    key_file = write_keys(tmp_path / "keys", "one")
+    first, second, clear = engine(key_file=key_file), engine(key_file=key_file), engine()
+    kv = first.run(PROMPT)
+    assert second.run(PROMPT) == kv
+    assert (second.num_stored, second.num_loaded) == (0, 4)
+    hidden = {path.name for path in files(tmp_path)}
+    assert clear.run(PROMPT) == kv
+    assert (clear.num_stored, clear.num_loaded) == (4, 0)
+    assert len(hidden | {path.name for path in files(tmp_path)}) == 8
 
 
 def test_threads_nobody_asked_for_take_what_staging_has_room_for(engine, tmp_path):

@@ -75,10 +75,12 @@ def layout_of(header: ChunkHeader) -> FileLayout:
 def expected_of(identity: Identity | None, digest16: str, keys: KeySet | None = None) -> Expected:
     """Return the expected facts of the files below a directory of this name and with this manifest.
 
-    `keys` are an operator's, for namespaces that are encrypted.
+    `keys` are an operator's, for the namespaces whose names they hide: to others they may seem to be damage.
     """
     if identity is None:
         return Expected(digest16=digest16)
+    if keys is not None and keys.encryption != identity.encryption:
+        keys = None
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}
     checksum = CHECKSUM if identity.encryption is None else ENCRYPTED
     return Expected(identity.digest, digest16, layouts, checksum, keys)

@@ -203,7 +203,7 @@ class Run:
                 tally.nbytes_read += found.nbytes_read
                 tally.findings[found.finding] += 1
                 if self._rows and found.finding not in _UNREAD:
-                    is_closed = expected.checksum == ENCRYPTED and self._keys is None
+                    is_closed = expected.checksum == ENCRYPTED and expected.keys is None
                     tally.data_files += not is_closed
                     tally.encrypted += is_closed
                 if found.bad:

@@ -84,6 +84,7 @@ def command(
             told=tuple(Limits(one.max_bytes, one.keep_free) for one in own if one.store),
             only_loads=bool(own) and not any(one.store for one in own),
             health_files=tuple(dict.fromkeys(one.health_file for one in own if one.health_file)),
+            key_files=tuple(dict.fromkeys(one.key_file for one in own if one.key_file)),
         )
         found += of_root(subject)
     found.sort(key=lambda one: list(Level).index(one.level))

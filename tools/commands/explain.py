@@ -11,8 +11,8 @@ import typer
 
 from fskv._version import VLLM_TESTED
 from fskv.namespace import Identity
+from fskv.root.key_file import keys_of
 
-from ..check.sealed import open_keys
 from ..exits import CommandError, Exit, UsageError
 from ..explain import causes
 from ..explain.causes import Cause
@@ -120,7 +120,7 @@ def command(
             f"the keys are computed as vLLM {VLLM_TESTED} does, and this namespace is of vLLM "
             f"{show(identity.engine_version)}: if that version hashes otherwise, its chunks are not found"
         )
-    asked = replace(asked, keys=open_keys(key_file))
+    asked = replace(asked, keys=keys_of(key_file))
     report = look_at(where.path, asked.prompt(identity))
     full = report.hit_tokens == report.best_tokens
     whys = [] if full else list(causes.find(view, report, asked))

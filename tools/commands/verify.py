@@ -254,7 +254,9 @@ class _Output:
         rate = f"{iec(tally.nbytes_read / max(run.seconds, 1e-9))}/s"
         say(f"read {iec(tally.nbytes_read)} in {run.seconds:.1f} s, {rate}")
         if tally.encrypted:
-            say(f"{many(tally.encrypted, 'file')} encrypted: --key-file checks the data")
+            say(
+                f"{many(tally.encrypted, 'file')} encrypted: --key-file with its keys checks the data"
+            )
         if counts["vanished"]:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:

@@ -14,6 +14,7 @@ from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.observe.health_file import check_directory
+from fskv.root.key_file import read_keys
 from fskv.root.root import Root
 
 from ..exits import UNSEEN
@@ -44,6 +45,14 @@ def health_file(subject: Subject) -> Iterator[Finding]:
             check_directory(path)
         except FskvError as error:
             yield problem("health file", str(error), "make the directory, or mount what has it")
+
+
+def key_file(subject: Subject) -> Iterator[Finding]:
+    for path in subject.key_files:
+        try:
+            read_keys(path)
+        except FskvError as error:
+            yield problem("key file", str(error), "run this as the engines' user, who must own it")
 
 
 def root(subject: Subject) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ class Subject:
     told: tuple[Limits, ...] = ()  # the bounds that engines are to have; none: nobody said
     only_loads: bool = False  # whether all engines that are to use it have "store": false
     health_files: tuple[str, ...] = ()
+    key_files: tuple[str, ...] = ()
 
 
 ok = partial(Finding, Level.OK)

@@ -95,7 +95,7 @@ def _in_time(told: Connection, timeout_s: float) -> Iterator[Finding]:
 
 def findings(subject: Subject) -> Iterator[Finding | str]:
     """Make all checks of a root, in this process; yields a check's name before its findings."""
-    yield from _named((contents.health_file,), subject)
+    yield from _named((contents.health_file, contents.key_file), subject)
     yield "root"
     (state,) = look(contents.root, subject)
     yield state

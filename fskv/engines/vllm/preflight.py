@@ -13,6 +13,7 @@ from typing import Any
 
 from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.worker_keys import WorkerKeys
 from fskv.engines.vllm.quirks import configuration_being_built
 from fskv.engines.vllm.refusals import check_settings
 from fskv.errors import FskvError
@@ -41,7 +42,7 @@ def check_configured(config: Any = None) -> None:
 
 
 def check_root(config: StoreConfig) -> None:
-    """Open the root as the engine will, and look where its health file goes; raises FskvError."""
+    """Open root and key file as the engine will, and look where the health file goes; raises FskvError."""
     call_with_deadline(
         lambda: Root.of(config),
         START_UP_S,
@@ -52,6 +53,7 @@ def check_root(config: StoreConfig) -> None:
         START_UP_S,
         f"option 'health_file': {config.health_file} did not answer",
     )
+    WorkerKeys.of(config.key_file)
 
 
 def _runs_here(parallel: Any) -> bool:
