@@ -1,5 +1,6 @@
 """Copies chunk files from one root to another, each checked in memory between the read and the write.
 
+Of an encrypted file the header alone is checked: whoever has the key checks its rows.
 A file is published as docs/format.md says a writer must: whole under its name, or not there. A good file
 that is there already stays. On both sides no symbolic link below the root is followed.
 """

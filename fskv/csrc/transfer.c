@@ -148,7 +148,7 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
         content > payload || block <= 0 || file.num_blocks == 0 ||
         content / block != (Py_ssize_t)file.num_blocks || content % block || most > header ||
-        file.context_nbytes > MAX_CONTEXT ||
+        file.context_nbytes > MAX_CONTEXT || (file.ring != NULL && file.ring->num == 0) ||
         file.root_nbytes < 0 || strlen(file.directory) != (size_t)file.directory_nbytes ||
         strlen(file.suffix) != (size_t)file.suffix_nbytes) {
         PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other, or a zero in a name");

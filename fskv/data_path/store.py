@@ -425,10 +425,13 @@ class ChunkStore(Generic[SlotT]):
             except ChunkMissing:
                 self._make_shard(os.path.dirname(path))
                 self._write(path, slot, layout.file_nbytes)
-        except BaseException:
+        except BaseException as error:
             # A second encryption of what is encrypted would be served as KV.
             if self._keys is not None:
-                self._decrypt(slot, base, layout.file_nbytes, file_id, header)
+                try:
+                    self._decrypt(slot, base, layout.file_nbytes, file_id, header)
+                except ChunkError:  # the key is gone meanwhile
+                    error.__cause__ = None  # no second try, whatever it was
             raise
         self.replaced([file_id])
         return Status.OK

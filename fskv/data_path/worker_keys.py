@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 
+from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
 from fskv.errors import ChunkCorrupt, ChunkNoKey, ConfigError
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
 from fskv.format.integrity import KEY_ID_NBYTES
 from fskv.native import _native
-from fskv.root.key_file import read_keys
+from fskv.root.key_file import KeySet, read_keys
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +32,7 @@ class WorkerKeys:
         self._due = time.monotonic() + _LOOK_S
         self._looking: threading.Thread | None = None
         self._said = ""
-        self._keys = call_with_deadline(
-            lambda: read_keys(path), START_UP_S, f"option 'key_file': {path} did not answer"
-        )
+        self._keys = _read(path)
         self.native.replace([*self._keys.keys])
 
     def decrypt(
@@ -63,7 +64,8 @@ class WorkerKeys:
             return
         self._due = now + _LOOK_S
         self._looking = threading.Thread(target=self.look, name="fskv-keys", daemon=True)
-        self._looking.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be had: later
+            self._looking.start()
 
     def look(self) -> None:
         """Read the file now; a file that cannot be used changes nothing."""
@@ -71,6 +73,9 @@ class WorkerKeys:
             keys = read_keys(self._path)
         except ConfigError as error:
             self._say(f"{error}; the keys before it stay")
+            return
+        if any(key != dict(self._keys.keys).get(id_, key) for id_, key in keys.keys):
+            self._say(f"{self._path}: another key under a known id; the keys before it stay")
             return
         if keys.names != self._keys.names:
             self._say(f"{self._path}: another key of names holds from the next start")
@@ -81,6 +86,24 @@ class WorkerKeys:
             logger.info("fskv: %s has changed: keys %s; the first one writes", self._path, ids)
             self.native.replace([*keys.keys])
         self._keys = keys._replace(names=self._keys.names)
+
+
+def engine_keys(config: StoreConfig) -> KeySet | None:
+    """Read the key file of an engine's options; None without one.
+
+    Raises ConfigError, also for a file inside of the root, and RootError where its disk does not answer.
+    """
+    if (path := config.key_file) is None:
+        return None
+    keys = _read(path)
+    if os.path.realpath(path).startswith(os.path.realpath(config.root) + "/"):
+        raise ConfigError(f"option 'key_file': found {path} in 'root', expected another place")
+    return keys
+
+
+def _read(path: str) -> KeySet:
+    late = f"option 'key_file': {path} did not answer"
+    return call_with_deadline(lambda: read_keys(path), START_UP_S, late)
 
 
 def _with_libcrypto() -> _native.Keys:

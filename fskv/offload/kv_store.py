@@ -19,6 +19,7 @@ from fskv.config import Deadline, StoreConfig
 from fskv.data_path.job import FileMove, JobResult
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import START_UP_S, call_with_deadline
+from fskv.data_path.worker_keys import engine_keys
 from fskv.errors import ConfigError
 from fskv.format.chunk_file import FileLayout
 from fskv.format.spans import plan_at
@@ -30,7 +31,7 @@ from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News
 from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
-from fskv.root.key_file import hidden, keys_of
+from fskv.root.key_file import hidden
 from fskv.root.root import NamespaceDir, Root
 from fskv.types import ChunkId, FileId, Use
 
@@ -76,7 +77,7 @@ class KvStore:
                 f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
             )
         self._config = config
-        self._keys = keys_of(config.key_file)
+        self._keys = engine_keys(config)
         encryption = self._keys.encryption if self._keys is not None else None
         identity = replace(identity, tenant=config.tenant, encryption=encryption)
         self._identity = identity

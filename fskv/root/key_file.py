@@ -30,6 +30,9 @@ class KeySet(NamedTuple):
     names: bytes
     keys: tuple[tuple[bytes, bytes], ...]
 
+    def __repr__(self) -> str:
+        return f"KeySet({[id_ for id_, _ in self.keys]})"
+
     @property
     def encryption(self) -> str:
         """The identity's field, which tells apart the namespaces of different keys of names."""
@@ -47,7 +50,7 @@ def hidden(keys: KeySet | None, chunk: ChunkId) -> ChunkId:
 
 
 def keys_of(path: str | None) -> KeySet | None:
-    """Read the key file of an engine's options; None without one. Raises ConfigError."""
+    """Read a key file that may be named; None without one. Raises ConfigError."""
     return None if path is None else read_keys(path)
 
 
@@ -55,7 +58,8 @@ def read_keys(path: str) -> KeySet:
     """Read a key file. Raises ConfigError, which never shows a key."""
     try:
         with regular_file(path, follow=True) as file:
-            if file.info.st_uid not in (0, os.geteuid()) or file.info.st_mode & _FORBIDDEN:
+            is_own = file.info.st_uid in (0, os.geteuid()) or os.geteuid() == 0
+            if not is_own or file.info.st_mode & _FORBIDDEN:
                 raise _wrong(
                     path,
                     f"owner {file.info.st_uid} and mode {file.info.st_mode & 0o777:04o}",
@@ -65,7 +69,7 @@ def read_keys(path: str) -> KeySet:
     except OSError as error:
         raise _wrong(path, error.strerror or str(error), "a file of keys") from error
     found: dict[str, bytes] = {}
-    for number, line in enumerate(content[:_MAX_NBYTES].decode(errors="replace").splitlines(), 1):
+    for number, line in enumerate(_lines(content), 1):
         text = line.partition("#")[0].strip()
         match = _LINE.fullmatch(text)
         if text and (
@@ -82,6 +86,10 @@ def read_keys(path: str) -> KeySet:
             path, f"{len(found)} keys in {len(content)} bytes", "`names` and one key at least"
         )
     return KeySet(names, tuple((id_.encode(), key) for id_, key in found.items()))
+
+
+def _lines(content: bytes) -> list[str]:
+    return content[:_MAX_NBYTES].decode("utf-8-sig", errors="replace").split("\n")
 
 
 def _wrong(where: str, found: str, expected: str) -> ConfigError:

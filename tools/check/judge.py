@@ -72,6 +72,10 @@ class Verdict:
     nbytes_read: int = 0
 
     @property
+    def is_encrypted(self) -> bool:
+        return self.header is not None and self.header.encrypted
+
+    @property
     def bad(self) -> bool:
         return self.finding not in (Finding.OK, Finding.VANISHED)
 

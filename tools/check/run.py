@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fskv.errors import chunk_error_from_os
-from fskv.format.integrity import ENCRYPTED
 from fskv.index.scan import file_name, shard_path
 from fskv.namespace import parse_chunk_file
 from fskv.root.beneath import opened
@@ -203,7 +202,7 @@ class Run:
                 tally.nbytes_read += found.nbytes_read
                 tally.findings[found.finding] += 1
                 if self._rows and found.finding not in _UNREAD:
-                    is_closed = expected.checksum == ENCRYPTED and expected.keys is None
+                    is_closed = found.is_encrypted and expected.keys is None
                     tally.data_files += not is_closed
                     tally.encrypted += is_closed
                 if found.bad:

@@ -40,7 +40,7 @@ LINES = {
         "chunk": "",
         "start_token": "",
         "end_token": "token after the last",
-        "key": "the engine's key in hex",
+        "key": "the engine's key in hex, or the hidden one of an encrypted namespace",
         "use": "loaded (the hit needs it), wanted (a longer hit needs it), unused",
         "present": "whether a lookup finds all its files",
         "files": "objects: path, rank, found, state, detail, nbytes, mtime_ns, last_used, "

@@ -248,7 +248,7 @@ class _Output:
         good = (
             "all good"
             if rows and not tally.encrypted
-            else "all headers good; --read-data reads every byte"
+            else "all headers good" + ("" if rows else "; --read-data reads every byte")
         )
         say(f"{many(tally.files, 'file')}{read}: {found or good}")
         rate = f"{iec(tally.nbytes_read / max(run.seconds, 1e-9))}/s"

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fskv.config import StoreConfig
+from fskv.data_path.worker_keys import engine_keys
 from fskv.engines.vllm.loaded import (
     Loaded,
     check_unchanged,
@@ -51,7 +52,6 @@ from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import normal, shown
 from fskv.kv_transfer.line import PICK_FILES
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
-from fskv.root.key_file import keys_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -189,7 +189,7 @@ def build_identity(
     layer_names = {name for group in groups for name in group.layer_names}
     modules = modules_of(loaded.model, layer_names, one_stage=one_stage) if loaded else []
     checkpoint = checkpoint_of(model, vllm_config.load_config)
-    keys = keys_of(config.key_file)
+    keys = engine_keys(config)
     files = None
     if loaded is not None and config.weights_id is None:
         files = loaded_files(checkpoint, model, vllm_config.load_config, loaded.model)

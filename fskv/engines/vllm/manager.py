@@ -33,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.bounds.admission import Admission, name_of
 from fskv.config import StoreConfig
+from fskv.data_path.worker_keys import engine_keys
 from fskv.engines.vllm.events import KvEvents, to_chunk
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError, FskvError
@@ -45,7 +46,7 @@ from fskv.offload.mover import News
 from fskv.offload.opener import OPENING
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
-from fskv.root.key_file import hidden, keys_of
+from fskv.root.key_file import hidden
 from fskv.root.prefill_rate import write_prefill_rate
 from fskv.root.root import NamespaceDir, read_manifest
 from fskv.types import ChunkId, Presence, Status
@@ -164,7 +165,7 @@ class FskvManager(OffloadingManager):
         self._loads = loads
         self.config = config
         self.events = events
-        self._keys = keys_of(config.key_file)
+        self._keys = engine_keys(config)
         if events is not None:
             events.keys = self._keys
         self.blocks_per_chunk = blocks_per_chunk
