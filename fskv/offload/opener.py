@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-logger = logging.getLogger(__name__)
+from fskv.observe.state_log import Once
 
 OPENING = "the namespace of new weights is being opened"  # why an engine rests meanwhile
 
@@ -27,11 +27,9 @@ class Opener(Generic[_E, _T]):
     def __init__(self, open_: Callable[[_E], _T]) -> None:
         self._open = open_
         self._thread: threading.Thread | None = None
-        self._begun: _E | None = None  # the epoch that the thread opens
         self._opened: tuple[_E, _T] | None = None
-        self._again_at = 0.0
         self._yields = 0  # that are left to the thread
-        self._complained: _E | None = None  # of this epoch
+        self._say = Once().say
 
     def take(self, epoch: _E) -> _T | None:
         """Return what was opened for the epoch, once; None: not yet. Call it again and again."""
@@ -45,20 +43,17 @@ class Opener(Generic[_E, _T]):
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == epoch:
             return opened[1]
-        if epoch != self._begun or time.monotonic() >= self._again_at:
-            self._begun, self._again_at = epoch, time.monotonic() + _AGAIN_S
-            self._yields = _YIELDS
-            self._thread = threading.Thread(
-                target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
-            )
-            with suppress(RuntimeError):  # no thread can be had
-                self._thread.start()
+        self._yields = _YIELDS
+        self._thread = threading.Thread(
+            target=self._run, args=(epoch,), name="fskv-epoch", daemon=True
+        )
+        with suppress(RuntimeError):  # no thread can be had
+            self._thread.start()
         return None
 
     def _run(self, epoch: _E) -> None:
         try:
             self._opened = epoch, self._open(epoch)
         except Exception as error:
-            if self._complained != epoch:  # it is tried again
-                self._complained = epoch
-                logger.warning("fskv: the namespace of new weights cannot be opened: %s", error)
+            self._say(f"the namespace of new weights cannot be opened: {error}", logging.WARNING)
+            time.sleep(_AGAIN_S)

@@ -273,8 +273,9 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
 def test_ranks_that_derive_different_namespaces_are_refused_at_start(make_manager, handshake):
     first, second = handshake(0, 2), handshake(1, 2)
     manager = make_manager(workers=[first, second])
+    other = dataclasses.replace(second.directory, digest=b"e")
     for wrong in (
-        [first, dataclasses.replace(second, namespace_digest=b"e")],
+        [first, dataclasses.replace(second, directory=other)],
         [first, dataclasses.replace(second, blocks_per_chunk=3)],
         [first],
         [],

@@ -6,10 +6,8 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -22,7 +20,6 @@ from vllm.v1.kv_offload.base import (
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
-from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
 from fskv.engines.vllm.epochs import Epoch, Step
@@ -34,7 +31,7 @@ from fskv.engines.vllm.weights import Counts, Purity, Served
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
-from fskv.offload.mover import Mover, News
+from fskv.offload.mover import Mover, News, Opened
 from fskv.offload.opener import Opener
 from fskv.root.root import NamespaceDir
 from fskv.types import FileId, Status, Use
@@ -61,9 +58,10 @@ class FskvWorker(OffloadingWorker):
 
         `open_namespace` opens the namespace of an epoch. While `purity` refuses, nothing is loaded or stored.
         """
-        self._open_namespace = open_namespace
         self._purity = purity
-        self._opener = Opener(self.open_epoch)
+        self._opener: Opener[Epoch, Opened] = Opener(
+            lambda epoch: self.mover.opened(lambda: open_namespace(epoch.sources))
+        )
         self._files = files
         self._rank = rank
         self._group_idxs = [group.spec.group_idx for group in groups]
@@ -82,10 +80,7 @@ class FskvWorker(OffloadingWorker):
             rank=rank,
             world_size=world_size,
             blocks_per_chunk=files.layouts[0][0].num_blocks,
-            namespace_path=directory.path,
-            namespace_digest=directory.digest,
-            dir_mode=directory.dir_mode,
-            file_mode=directory.file_mode,
+            directory=directory,
             file_nbytes=self.mover.file_nbytes,
             canonical_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
@@ -117,6 +112,11 @@ class FskvWorker(OffloadingWorker):
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
         self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.refuses)
         return True
+
+    @property
+    def doubt(self) -> str:
+        """Why a page may hold KV of other weights than those of now, in words; "": none does."""
+        return "" if self._purity is None else self._purity.doubt
 
     @property
     def refuses(self) -> bool:
@@ -172,26 +172,15 @@ class FskvWorker(OffloadingWorker):
         assert self._purity is not None
         self._purity.on_step(step.cache, step.number)
         epoch = step.epoch
-        is_new = epoch.number != self._purity.epoch
-        if not is_new or not self._purity.is_of(epoch.changes[self._rank]):
+        changes = epoch.changes[self._rank]
+        if epoch.number == self._purity.epoch or changes != self._purity.num_changes:
             return
         opened = self._opener.take(epoch)
         if opened is not None:
             self.drop_jobs(take_deferred())
-            self.move_to(*opened)
-            self._purity.serve(epoch.number, epoch.changes[self._rank])
-
-    def open_epoch(self, epoch: Epoch) -> tuple[NamespaceDir, ChunkStore[Any]]:
-        """Open the namespace of an epoch, for `move_to`. Any thread; raises FskvError."""
-        directory = self._open_namespace(epoch.sources)
-        return directory, self.mover.opened(directory, lambda: self._open_namespace(epoch.sources))
-
-    def move_to(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
-        """Use another namespace from now on."""
-        self.mover.move_to(store)
-        self.handshake = replace(
-            self.handshake, namespace_path=directory.path, namespace_digest=directory.digest
-        )
+            directory, store = opened
+            self.mover.move_to(store)
+            self._purity.serve(epoch.number, changes, directory)
 
     @property
     def weight_counts(self) -> dict[int, Counts]:

@@ -166,11 +166,7 @@ class FskvTier(SecondaryTierManager):
             found.max_model_len,
             rank=0,
             world_size=1,
-            purity=Purity(
-                MarkedWeights(self._mark, spec.config.parallel.world_size),
-                0,
-                fixed=config.weights_fixed,
-            ),
+            purity=Purity(MarkedWeights(self._mark), fixed=config.weights_fixed),
         )
         # VLLM's CPU tier keeps KV of before an update until it is reset.
         self._epochs = Epochs(1, None, fixed=config.weights_fixed, has_siblings=True)
@@ -231,10 +227,8 @@ class FskvTier(SecondaryTierManager):
 
     def _look_for_updates(self) -> None:
         """Rest as soon as a worker's weights may be others than those of the namespace."""
-        if self._worker is not None and self._worker.refuses and not self._manager.rests:
-            self._manager.rest(
-                "the weights may have changed, and vLLM's caches were not reset since"
-            )
+        if self._worker is not None and (doubt := self._worker.doubt):
+            self._manager.rest(doubt)
 
     def _follow_weights(self) -> None:
         """Begin a step: rest, or go on with the namespace of new weights."""
@@ -244,9 +238,8 @@ class FskvTier(SecondaryTierManager):
         worker.on_step(epochs.on_step(table, None, has_tokens=True), tuple)
         if told := worker.take_served():
             epochs.on_told(told)
-        if epochs.all_serve():
-            self._manager.move([worker.handshake], epochs.number)
-            epochs.opened()
+        if (namespace := epochs.take_opened()) is not None:
+            self._manager.move(namespace, epochs.number)
         self._manager.rest(epochs.resting)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
