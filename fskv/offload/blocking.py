@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
@@ -64,7 +64,7 @@ class BlockingStore:
         self._jobs: dict[int, _Job] = {}  # that somebody waits for
         self._closed = False
         self._num_stops = 0  # a call that one comes in between finds, loads and stores nothing
-        self._opener = Opener[int, Any](lambda _: kv.opened({"private": secrets.token_hex(16)}))
+        self._opener = Opener(lambda _: kv.opened({"private": secrets.token_hex(16)}))
         self._thread = threading.Thread(target=self._run, name="fskv-step", daemon=True)
         self._thread.start()
 

@@ -76,15 +76,7 @@ class News:
     unhealthy: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.stored
-            or self.not_stored
-            or self.failed_loads
-            or self.written_nbytes
-            or self.loaded_nbytes
-            or self.no_space
-            or self.unhealthy
-        )
+        return self != News()
 
     def merged(self, other: News) -> News:
         """Return the news of both as one."""

@@ -27,7 +27,8 @@ def handshake():
 
     def make(rank=0, num_ranks=1, **fields):
         directory = NamespaceDir("/nowhere/a/b@c", b"d", 0o700, 0o600)
-        plain = FskvHandshake(rank, num_ranks, 2, directory, {0: 4096})
+        file_ranks = (rank if num_ranks > 1 else None,)
+        plain = FskvHandshake(rank, num_ranks, 2, directory, {0: 4096}, file_ranks)
         return replace(plain, **fields)
 
     return make

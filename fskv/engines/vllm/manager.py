@@ -109,8 +109,7 @@ class FskvHandshake:
     blocks_per_chunk: int
     directory: NamespaceDir
     file_nbytes: dict[int, int]  # by group index
-    # The ranks in the names of its files of a chunk; None: those that follow from its own rank.
-    canonical_ranks: tuple[int | None, ...] | None = None
+    file_ranks: tuple[int | None, ...] = (None,)  # in the names of its files of a chunk
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
     prefill_per_s: float | None = None  # tokens, as an engine has left it in the namespace
@@ -120,12 +119,6 @@ class FskvHandshake:
     def resting(cls, rank: int, world_size: int, root: str, reason: str) -> FskvHandshake:
         """Return the facts of a worker that does not know its KV; its namespace's path is the root's."""
         return cls(rank, world_size, 0, NamespaceDir(root, b"", 0, 0), {}, rests=reason)
-
-    @property
-    def file_ranks(self) -> tuple[int | None, ...]:
-        if self.canonical_ranks is not None:
-            return self.canonical_ranks
-        return (self.rank if self.world_size > 1 else None,)
 
 
 def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
@@ -244,11 +237,10 @@ class FskvManager(OffloadingManager):
     def turn_off(self, reason: str, *, unknown: bool = False) -> None:
         """Neither load nor store, for good: vLLM does not reuse KV, or it is `unknown` how KV lies."""
         reason = f"{reason}: fskv neither loads nor stores"
+        condition = "kv_unknown" if unknown else "prefix_caching_off"
         self.chunks.stopped = True
-        self._watch.off = "kv_unknown" if unknown else "prefix_caching_off", reason
-        self._states.say(
-            "kv_unknown" if unknown else "prefix_caching_off", logging.WARNING, reason=reason
-        )
+        self._watch.off = condition, reason
+        self._states.say(condition, logging.WARNING, reason=reason)
 
     def leave_prefill_rate(self, per_s: float) -> None:
         """Leave the measured rate to later engines, once a minute at most, on a thread of its own."""

@@ -22,16 +22,16 @@ from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
 from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
-from fskv.engines.vllm.epochs import Epoch, Step
+from fskv.engines.vllm.epochs import Step
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.weights import Counts, Purity, Served
+from fskv.engines.vllm.weights import Purity, Served
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
-from fskv.offload.mover import Mover, News, Opened
+from fskv.offload.mover import Mover, News
 from fskv.offload.opener import Opener
 from fskv.root.root import NamespaceDir
 from fskv.types import FileId, Status, Use
@@ -48,18 +48,18 @@ class FskvWorker(OffloadingWorker):
         directory: NamespaceDir,
         *,
         open_namespace: Callable[[Mapping[str, Json]], NamespaceDir],
+        purity: Purity,
         rank: int,
         world_size: int,
         layouts: Mapping[str, Json] = MappingProxyType({}),
         prefix_caching: bool = True,
-        purity: Purity | None = None,
     ) -> None:
         """`layouts` is how pages are laid out inside where the namespace does not say it, by group.
 
         `open_namespace` opens the namespace of an epoch. While `purity` refuses, nothing is loaded or stored.
         """
-        self._purity = purity
-        self._opener: Opener[Epoch, Opened] = Opener(
+        self.purity = purity
+        self._opener = Opener(
             lambda epoch: self.mover.opened(lambda: open_namespace(epoch.sources))
         )
         self._files = files
@@ -82,7 +82,7 @@ class FskvWorker(OffloadingWorker):
             blocks_per_chunk=files.layouts[0][0].num_blocks,
             directory=directory,
             file_nbytes=self.mover.file_nbytes,
-            canonical_ranks=files.file_ranks,
+            file_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
             is_local=self.mover.is_local,
         )
@@ -110,25 +110,17 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.refuses)
+        self.mover.load(
+            job_id, moves, self._event(), src_spec.allowed_s, refused=self.purity.refuses
+        )
         return True
-
-    @property
-    def doubt(self) -> str:
-        """Why a page may hold KV of other weights than those of now, in words; "": none does."""
-        return "" if self._purity is None else self._purity.doubt
-
-    @property
-    def refuses(self) -> bool:
-        """Whether a page may hold KV of other weights than those that the namespace names."""
-        return self._purity is not None and self._purity.refuses
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         ended = self.mover.poll()
         self._loads |= {result.job_id: [result] for result in ended if result.is_load}
         # One that was under way when somebody began to replace the weights has brought KV of the old ones.
-        refuses = self.refuses
+        refuses = self.purity.refuses
         self._failed_jobs |= {
             result.job_id for result in ended if result.failed or (result.is_load and refuses)
         }
@@ -169,27 +161,21 @@ class FskvWorker(OffloadingWorker):
 
         `take_deferred` takes the stores that vLLM has not submitted yet.
         """
-        assert self._purity is not None
-        self._purity.on_step(step.cache, step.number)
+        self.purity.on_step(step.cache, step.number)
         epoch = step.epoch
         changes = epoch.changes[self._rank]
-        if epoch.number == self._purity.epoch or changes != self._purity.num_changes:
+        if epoch.number == self.purity.epoch or changes != self.purity.num_changes:
             return
         opened = self._opener.take(epoch)
         if opened is not None:
             self.drop_jobs(take_deferred())
             directory, store = opened
             self.mover.move_to(store)
-            self._purity.serve(epoch.number, changes, directory)
-
-    @property
-    def weight_counts(self) -> dict[int, Counts]:
-        """The counts of changes of the weights, by rank."""
-        return {} if self._purity is None else {self._rank: self._purity.weight_counts}
+            self.purity.serve(epoch.number, changes, directory)
 
     def take_served(self) -> dict[int, Served]:
         """Return what the scheduler must know of the weights, by rank."""
-        told = None if self._purity is None else self._purity.take_news()
+        told = self.purity.take_news()
         return {} if told is None else {self._rank: told}
 
     # --- for the connector ------------------------------------------------------------------
@@ -258,7 +244,7 @@ class FskvWorker(OffloadingWorker):
         for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
             chunk = keys.chunks[of_chunk[0].key_idx]
             if not is_load:
-                if self.refuses:
+                if self.purity.refuses:
                     self.mover.leave(chunk, Status.SKIPPED)
                     continue
                 if not self._files.writes(chunk.key_hash):
