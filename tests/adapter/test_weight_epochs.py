@@ -102,15 +102,15 @@ class Engine:
 
     def step(self, *, has_tokens=True):
         step = self.epochs.on_step(self.table, self.version, has_tokens=has_tokens)
-        number = step.epoch.number
+        number = step.epoch
         is_in_use = not self.epochs.resting
         told = {}
         for rank, one in enumerate(self.ranks):
             one.purity.on_step(step.cache, step.number)
-            changes = step.epoch.changes[rank]
-            is_wanted = number != one.purity.epoch and one.purity.num_changes == changes
+            changes = step.changes[rank]
+            is_wanted = number != one.purity.epoch and one.purity.counts[0] == changes
             if is_wanted and self.chance.random() < 0.7:
-                self.sources[number] = step.epoch.sources
+                self.sources[number] = step.sources
                 one.purity.serve(number, changes, f"namespace {number}")
             if (news := one.purity.take_news()) is not None:
                 told[rank] = news
@@ -231,13 +231,13 @@ def test_negative_controls(monkeypatch, without):
     elif without == "unseen":
         monkeypatch.setattr(Epochs, "on_reset", lambda self, counts: None)
     else:
-        sources = Epochs._sources
+        name = Epochs._name_weights
 
-        def _sources(self):
+        def _name_weights(self):
             self._version_step = self._told[0].step
-            return sources(self)
+            return name(self)
 
-        monkeypatch.setattr(Epochs, "_sources", _sources)
+        monkeypatch.setattr(Epochs, "_name_weights", _name_weights)
     with pytest.raises(AssertionError, match=" and "):
         simulate_many()
 

@@ -303,7 +303,7 @@ class FskvConnector(OffloadingConnector):
             return {}
         # Submitted at the start of the next step they would be, after a sleep, of other pages.
         worker.drop_jobs(take_deferred_stores(self.connector_worker))
-        return {worker.mover.number: worker.purity.weight_counts}
+        return {worker.mover.number: worker.purity.weights.counts}
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""

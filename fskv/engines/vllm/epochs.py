@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fskv.engines.vllm.weights import NOT_RESET, Counts, Served
@@ -23,21 +23,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One epoch; pickled to the workers."""
-
-    number: int = 0
-    sources: Mapping[str, Json] = field(default_factory=dict)  # as in Identity.epoch
-    changes: Mapping[int, int] = field(default_factory=dict)  # by rank: the number that it is of
-
-
-@dataclass(frozen=True)
 class Step:
     """The facts of a step that each rank needs; pickled."""
 
     cache: int  # the number of vLLM's prefix cache
     number: int  # of the next step with tokens, this one if it has some
-    epoch: Epoch
+    epoch: int
+    sources: Mapping[str, Json]  # of the epoch's weights, as in Identity.epoch
+    changes: Mapping[int, int]  # by rank: after so many changes the weights are the epoch's
 
 
 class Epochs:
@@ -65,13 +58,10 @@ class Epochs:
         self._is_unseen = False  # nothing explained one: weights were changed behind vLLM's back
         # The ranks' counts at the last reset, or when all were ready since.
         self._accounted: Mapping[int, Counts] = dict.fromkeys(self._told, (0, 0))
-        self._epoch = Epoch(changes=dict.fromkeys(self._told, 0))
+        self.number = 0  # of the present epoch; 0 is the engine's start
+        self._sources: Mapping[str, Json] = {}
+        self._changes = dict.fromkeys(self._told, 0)
         self._opened = 0  # the epoch whose namespace this side uses
-
-    @property
-    def number(self) -> int:
-        """The number of the present epoch; 0 is the engine's start."""
-        return self._epoch.number
 
     @property
     def resting(self) -> str:
@@ -94,7 +84,7 @@ class Epochs:
             self._version, self._version_step = version, self._next_step
         number = self._next_step
         self._next_step += has_tokens
-        return Step(self._cache, number, self._epoch)
+        return Step(self._cache, number, self.number, self._sources, self._changes)
 
     def on_reset(self, counts: Mapping[int, Counts]) -> None:
         """VLLM resets its connectors' caches, as it does after an update of the weights.
@@ -127,8 +117,9 @@ class Epochs:
             return
         self._account({rank: one.counts for rank, one in self._told.items()})
         if self._is_unseen or self._is_outdated():
-            changes = {rank: one.counts[0] for rank, one in self._told.items()}
-            self._epoch = Epoch(self.number + 1, self._sources(), changes)
+            self.number += 1
+            self._sources = self._name_weights()
+            self._changes = {rank: one.counts[0] for rank, one in self._told.items()}
             self._is_unseen = False
 
     def take_opened(self) -> NamespaceDir | None:
@@ -141,9 +132,9 @@ class Epochs:
         return self._told[0].namespace
 
     def _is_outdated(self) -> bool:
-        return any(one.counts[0] != self._epoch.changes[rank] for rank, one in self._told.items())
+        return any(one.counts[0] != self._changes[rank] for rank, one in self._told.items())
 
-    def _sources(self) -> dict[str, Json]:
+    def _name_weights(self) -> dict[str, Json]:
         """Return the name of the weights: a version that came with the change of all ranks, or a new one."""
         steps = {one.step for one in self._told.values()}
         is_named = self._run is not None and self._version not in (None, "default")

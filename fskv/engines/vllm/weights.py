@@ -177,64 +177,53 @@ class Purity:
 
     def __init__(self, weights: Weights | MarkedWeights, *, fixed: bool) -> None:
         """`fixed`: the user vouches that weights never change."""
-        self._weights = weights
+        self.weights = weights
         self._fixed = fixed
         self._cache = 0
-        self._seen = self._counts
+        self._seen = self.counts
         self._is_pure = True
         self._step = -1  # the first with tokens after the last change
         self.epoch = 0  # that is served
-        self._num_served = self.num_changes  # the changes whose weights it is of
+        self._num_served = self.counts[0]  # the changes whose weights it is of
         self._namespace: NamespaceDir | None = None
-        self._told = self.served()
+        self._told = Served()
 
     @property
-    def _counts(self) -> Counts:
-        return (0, 0) if self._fixed else self._weights.counts
-
-    @property
-    def weight_counts(self) -> Counts:
-        """The counts of the worker, whatever the user vouches for."""
-        return self._weights.counts
-
-    @property
-    def num_changes(self) -> int:
-        return self._counts[0]
+    def counts(self) -> Counts:
+        """The counts of the weights, of none where the user vouches."""
+        return (0, 0) if self._fixed else self.weights.counts
 
     def on_step(self, cache: int, step: int) -> None:
         """Begin a step with vLLM's prefix cache number `cache`; `step` counts the steps with tokens."""
-        counts, is_new = self._counts, cache != self._cache
+        counts, is_new = self.counts, cache != self._cache
         if counts[0] != self._seen[0]:
             self._step = step
         is_same = is_new or (self._is_pure and counts == self._seen)
-        self._is_pure = is_same and (self._fixed or self._weights.is_steady)
+        self._is_pure = is_same and (self._fixed or self.weights.is_steady)
         self._cache, self._seen = cache, counts
 
     @property
     def doubt(self) -> str:
         """Why a page may hold KV of other weights than those of now, in words; "": none does."""
-        if not (self._fixed or self._weights.is_steady):
-            return f"an update of the weights is under way, or failed ({self._weights.method})"
-        return "" if self._is_pure and self._counts == self._seen else NOT_RESET
+        if not (self._fixed or self.weights.is_steady):
+            return f"an update of the weights is under way, or failed ({self.weights.method})"
+        return "" if self._is_pure and self.counts == self._seen else NOT_RESET
 
     @property
     def refuses(self) -> bool:
         """Whether a page may hold KV of other weights than those that the namespace names."""
-        return self.num_changes != self._num_served or bool(self.doubt)
+        return self.counts[0] != self._num_served or bool(self.doubt)
 
     def serve(self, epoch: int, num_changes: int, namespace: NamespaceDir) -> None:
         """Serve an epoch from now on, that of the weights after so many changes."""
         self.epoch, self._num_served, self._namespace = epoch, num_changes, namespace
 
-    def served(self) -> Served:
-        """Return the state of the last step."""
-        step = self._step if self._weights.has_version else None
-        return Served(self._cache, self.doubt, self._seen, step, self.epoch, self._namespace)
-
     def take_news(self) -> Served | None:
-        """Return the state if it is not the one that was told last."""
-        told, self._told = self._told, self.served()
-        return None if told == self._told else self._told
+        """Return the state of the last step if it is not the one that was told last."""
+        step = self._step if self.weights.has_version else None
+        now = Served(self._cache, self.doubt, self._seen, step, self.epoch, self._namespace)
+        told, self._told = self._told, now
+        return None if told == now else now
 
 
 def changing_methods(cls: type, extension: type | None = None) -> list[str]:

@@ -59,9 +59,7 @@ class FskvWorker(OffloadingWorker):
         `open_namespace` opens the namespace of an epoch. While `purity` refuses, nothing is loaded or stored.
         """
         self.purity = purity
-        self._opener = Opener(
-            lambda epoch: self.mover.opened(lambda: open_namespace(epoch.sources))
-        )
+        self._opener = Opener(lambda sources: self.mover.opened(lambda: open_namespace(sources)))
         self._files = files
         self._rank = rank
         self._group_idxs = [group.spec.group_idx for group in groups]
@@ -162,16 +160,15 @@ class FskvWorker(OffloadingWorker):
         `take_deferred` takes the stores that vLLM has not submitted yet.
         """
         self.purity.on_step(step.cache, step.number)
-        epoch = step.epoch
-        changes = epoch.changes[self._rank]
-        if epoch.number == self.purity.epoch or changes != self.purity.num_changes:
+        changes = step.changes[self._rank]
+        if step.epoch == self.purity.epoch or changes != self.purity.counts[0]:
             return
-        opened = self._opener.take(epoch)
+        opened = self._opener.take(step.sources)
         if opened is not None:
             self.drop_jobs(take_deferred())
             directory, store = opened
             self.mover.move_to(store)
-            self.purity.serve(epoch.number, changes, directory)
+            self.purity.serve(step.epoch, changes, directory)
 
     def take_served(self) -> dict[int, Served]:
         """Return what the scheduler must know of the weights, by rank."""

@@ -317,7 +317,7 @@ class FskvTier(SecondaryTierManager):
             self._worker.wait(set(self._jobs))
         else:
             self._worker.drop_jobs()
-        self._epochs.on_reset({0: self._worker.purity.weight_counts})
+        self._epochs.on_reset({0: self._worker.purity.weights.counts})
         self._manager.rest(self._epochs.resting)
         self._collect()  # all of them
         if self._reuses_blocks:
