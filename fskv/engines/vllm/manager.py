@@ -237,10 +237,11 @@ class FskvManager(OffloadingManager):
     def turn_off(self, reason: str, *, unknown: bool = False) -> None:
         """Neither load nor store, for good: vLLM does not reuse KV, or it is `unknown` how KV lies."""
         reason = f"{reason}: fskv neither loads nor stores"
-        condition = "kv_unknown" if unknown else "prefix_caching_off"
         self.chunks.stopped = True
-        self._watch.off = condition, reason
-        self._states.say(condition, logging.WARNING, reason=reason)
+        self._watch.off = "kv_unknown" if unknown else "prefix_caching_off", reason
+        self._states.say(
+            "kv_unknown" if unknown else "prefix_caching_off", logging.WARNING, reason=reason
+        )
 
     def leave_prefill_rate(self, per_s: float) -> None:
         """Leave the measured rate to later engines, once a minute at most, on a thread of its own."""

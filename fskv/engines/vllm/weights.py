@@ -47,9 +47,8 @@ class Served:
     cache: int = 0  # the number of vLLM's prefix cache
     doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
     counts: Counts = (0, 0)
-    step: int | None = (
-        None  # the first with tokens after the last change; None: no version names that
-    )
+    # The first with tokens after the last change; None: no version may name that.
+    step: int | None = None
     epoch: int = 0
     namespace: NamespaceDir | None = None  # the epoch's; None: the start's
 
