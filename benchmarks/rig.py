@@ -28,6 +28,7 @@ from fskv.data_path.runner import JobRunner
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports.host import HostSlot, HostTransport
 from fskv.data_path.transports.protocol import Ready
+from fskv.data_path.worker_keys import WorkerKeys
 from fskv.format.chunk_file import FileLayout
 from fskv.format.spans import GroupLayout, plan_job
 from fskv.namespace import GroupIdentity, Identity
@@ -67,7 +68,12 @@ class Shape:
 
 
 def patient_config(
-    directory: str, *, io_threads: int, direct_io: str, staging_nbytes: int = 256 * MIB
+    directory: str,
+    *,
+    io_threads: int,
+    direct_io: str,
+    staging_nbytes: int = 256 * MIB,
+    key_file: str | None = None,
 ) -> StoreConfig:
     """Return the defaults of an engine, but with deadlines that end a benchmark only if all hangs."""
     return StoreConfig.from_mapping(
@@ -77,6 +83,7 @@ def patient_config(
             "direct_io": direct_io,
             "staging_bytes": staging_nbytes,
             "load_deadline_s": PATIENCE_S,
+            "key_file": key_file,
         }
     )
 
@@ -132,7 +139,7 @@ def open_runner(
     )
     if not native:
         transport.native = replace(transport.native, pages=None)
-    store = ChunkStore(directory, {0: layout}, transport)
+    store = ChunkStore(directory, {0: layout}, transport, keys=WorkerKeys.of(config.key_file))
     return JobRunner(
         store,
         transport,
@@ -191,7 +198,12 @@ class Rig:
         self._layout = GroupLayout.of(
             0, per_chunk, [(layer, shape.page_nbytes) for layer in range(shape.num_layers)]
         )
-        self.file_layout = FileLayout(per_chunk, (shape.page_nbytes,) * shape.num_layers, bytes(16))
+        self.file_layout = FileLayout(
+            per_chunk,
+            (shape.page_nbytes,) * shape.num_layers,
+            bytes(16),
+            encrypted=config.key_file is not None,
+        )
         order = list(range(num_blocks))
         random.Random(0).shuffle(order)  # noqa: S311  reproducible, not secret
         stored = [order[at : at + per_chunk] for at in range(0, num_blocks, per_chunk)]

@@ -53,6 +53,24 @@ class Guard:
     def open(self) -> None: ...
     def abandon(self) -> None: ...
 
+# The keys of an engine; `library` is libcrypto's name. Raises OSError.
+class Keys:
+    def __new__(cls, library: str) -> Self: ...
+    def replace(self, keys: list[tuple[bytes, bytes]], /) -> None: ...
+    def encrypt(
+        self, payload: object, context: bytes, key: bytes, first_block: int, /
+    ) -> bytes: ...
+    def decrypt(
+        self,
+        rows: object,
+        context: bytes,
+        key: bytes,
+        first_block: int,
+        first_row: int,
+        seal: bytes,
+        /,
+    ) -> int: ...
+
 class Layout:
     def __new__(
         cls,
@@ -76,6 +94,8 @@ class Layout:
         root_nbytes: int,
         directory: bytes,
         suffix: bytes,
+        keys: Keys = ...,
+        context: bytes = ...,
     ) -> Self: ...
 
 # One chunk on its way between KV pages and a file.

@@ -129,6 +129,13 @@ class StoreConfig:
         "first medium is stored and loaded.",
         "Adapters come from fixed places, or no client can name media.",
     )
+    key_file: str | None = option(
+        None,
+        "absolute path",
+        "File of keys with which chunk files are encrypted ([format](security.md#encryption)). It is read "
+        "again when it changes.",
+        "Others can read the root, or its disk may be stolen.",
+    )
     store: bool = option(
         True,
         "true, false",
@@ -274,11 +281,14 @@ class StoreConfig:
             )
         config = cls(**values)
         config._check_bounds()
-        path = normpath(config.health_file or "/")
-        if path.startswith(normpath(config.root) + "/"):
-            raise bad(
-                "health_file", path, "one that is not in 'root': it must say that the root hangs"
-            )
+        outside = {
+            "health_file": "it must say that the root hangs",
+            "key_file": "its readers must not have the keys",
+        }
+        for name, why in outside.items():
+            path = normpath(getattr(config, name) or "/")
+            if path.startswith(normpath(config.root) + "/"):
+                raise bad(name, path, f"one that is not in 'root': {why}")
         return config
 
     def _check_bounds(self) -> None:
@@ -406,6 +416,7 @@ _PARSERS = {
     "weights_fixed": _parse_bool,
     "canonical_layout": _parse_bool,
     "trust": _parse_trust,
+    "key_file": _parse_file,
     "store": _parse_bool,
     "io_threads": _count(1, 64, "auto"),
     "staging_bytes": parse_size,

@@ -9,6 +9,7 @@ FskvError
     ├── ChunkMissing     no such file, or the wanted blocks are not in it
     ├── ChunkStale       a sound file, but not the one asked for (key, namespace, layout, format)
     ├── ChunkCorrupt     bytes that fail a check: magic, length, header, rows
+    ├── ChunkNoKey       encrypted with a key that this engine has not
     ├── ChunkTimedOut    the deadline passed, or ETIMEDOUT
     └── ChunkIOError     the operating system said no; carries errno
         ├── Denied       EACCES, EPERM, EROFS
@@ -66,6 +67,10 @@ class ChunkStale(ChunkError):  # noqa: N818
 
 class ChunkCorrupt(ChunkError):  # noqa: N818
     status = Status.CORRUPT
+
+
+class ChunkNoKey(ChunkError):  # noqa: N818
+    status = Status.NO_KEY
 
 
 class ChunkTimedOut(ChunkError):  # noqa: N818

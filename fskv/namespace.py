@@ -119,6 +119,8 @@ class Identity:
     tenant: str | None = None
     model_runner: str | None = None
     extra: Mapping[str, Json] | None = None  # an empty mapping is the same as None
+    # "aes-256-gcm/" and the id of the key that hides chunks' names; None: files are in clear.
+    encryption: str | None = None
     # The weights since an update of the running engine; None: those of its start. {"private": <32 hex
     # digits>} is known to one engine alone; else the sources of the "model" and of the "draft".
     epoch: Mapping[str, Json] | None = None

@@ -20,6 +20,7 @@ class Status(Enum):
     MISSING = "absent"
     STALE = "stale"
     CORRUPT = "corrupt"
+    NO_KEY = "no_key"  # encrypted with a key that the engine has not, or no more
     TIMED_OUT = "timed_out"
     DENIED = "denied"  # permissions, or a read-only mount; the disk answers
     IO_ERROR = "io_error"

@@ -65,6 +65,10 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON lines, the last one a summary.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only, one per line.")]
+KeyFileOption = Annotated[
+    str | None,
+    typer.Option("--key-file", metavar="FILE", help="The engines' keys.", show_default=False),
+]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only show the plan.")]
 MetricsOption = Annotated[

@@ -29,6 +29,12 @@ double realtime_s(void)
 
 size_t num_rows(size_t nbytes) { return (nbytes + ROW - 1) / ROW; }
 
+size_t rows_field_nbytes(const FileLayout *layout)
+{
+    size_t rows = num_rows(layout->payload_nbytes);
+    return layout->ring == NULL ? 8 * rows : SEAL + TAG * rows;
+}
+
 void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests)
 {
     for (size_t at = 0; at < nbytes; at += ROW, digests += 8) {
@@ -83,15 +89,53 @@ uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t
            pack_uint(first, file->first_block) + layout->rows_nbytes;
 }
 
+static RowsOf rows_of(const FileLayout *layout, const ChunkFile *file, uint32_t first_block)
+{
+    return (RowsOf){
+        .context = (const uint8_t *)layout->context,
+        .context_nbytes = (size_t)layout->context_nbytes,
+        .key = file->key,
+        .key_nbytes = file->key_nbytes,
+        .first_block = first_block,
+    };
+}
+
+/* Encrypt the payload in place. Where it fails the payload is as it was, or else the slot is spoilt. */
+static ChunkResult encrypt(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, FileKey *file_key)
+{
+    uint8_t *payload = slot + layout->header_nbytes, *seal = row_digests_in(layout, file, slot);
+    RowsOf of = rows_of(layout, file, file->first_block);
+    if (!new_file_key(layout->ring, seal, file_key))
+        return CHUNK_OTHERWISE;
+    bool good = encrypt_rows(file_key, &of, payload, layout->payload_nbytes, seal + SEAL) ==
+                num_rows(layout->payload_nbytes);
+    return good ? CHUNK_OK : CHUNK_SPOILT;
+}
+
+/* Bring back the payload of a file that was not written: a second encryption of it would be served as KV. */
+static ChunkResult bring_back(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, FileKey *file_key)
+{
+    const uint8_t *tags = row_digests_in(layout, file, slot) + SEAL;
+    RowsOf of = rows_of(layout, file, file->first_block);
+    bool good = decrypt_rows(file_key, &of, slot + layout->header_nbytes, layout->payload_nbytes, 0, tags) ==
+                num_rows(layout->payload_nbytes);
+    return good ? CHUNK_OTHERWISE : CHUNK_SPOILT;
+}
+
 /* The caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
-static void finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested)
+static ChunkResult finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested,
+                          FileKey *file_key)
 {
     uint8_t *payload = slot + layout->header_nbytes, *at = slot + PREFIX, first[5], written[9];
+    ChunkResult result = CHUNK_OK;
     if (!digested) {
         memset(payload, 0, file->first_block * layout->block_nbytes);
         memset(payload + layout->content_nbytes, 0,
                layout->payload_nbytes - layout->content_nbytes);
-        digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
+        if (layout->ring != NULL)
+            result = encrypt(layout, file, slot, file_key);
+        else
+            digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
     }
     at = put(at, layout->head, layout->head_nbytes);
     *at++ = 0xc4; /* bin8 */
@@ -100,7 +144,7 @@ static void finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slo
     at = put(at, layout->middle, layout->middle_nbytes);
     at = put(at, first, pack_uint(first, file->first_block));
     at = put(at, layout->rows, layout->rows_nbytes);
-    at += 8 * num_rows(layout->payload_nbytes);
+    at += rows_field_nbytes(layout);
     at = put(at, layout->tail, layout->tail_nbytes);
     uint64_t now_ms = __builtin_bswap64((uint64_t)(realtime_s() * 1000));
     written[0] = 0xcf; /* uint64 */
@@ -114,6 +158,7 @@ static void finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slo
     memcpy(slot + 8, prefix, sizeof prefix);
     uint64_t checksum = header_checksum(slot, layout->header_nbytes);
     memcpy(slot + CHECKSUM_AT, &checksum, 8);
+    return result;
 }
 
 static bool take(const uint8_t **at, const uint8_t *end, const void *bytes, size_t nbytes)
@@ -172,10 +217,11 @@ static bool check_tail(const uint8_t *at, const uint8_t *end, const uint8_t *pay
            all_zero(end, payload);
 }
 
-/* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. Only
- * creator and written_at may be others. What passes here the Python reader would take too; a sound header that
+/* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. Only its first
+ * block, creator and written_at may be others. What passes here the Python reader would take too; a sound header that
  * is encoded in another way, say with its fields in another order, is left to it. */
-static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                                   uint32_t *first_block)
 {
     uint32_t prefix[4];
     uint64_t checksum;
@@ -194,14 +240,39 @@ static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *fi
         return NULL;
     /* Any first_block that does not reach into the wanted blocks will do. */
     bool found = false;
-    for (uint32_t b = 0; b <= file->first_block && !found; b++)
+    for (uint32_t b = 0; b <= file->first_block && !found; b++) {
         found = take(&at, end, first, pack_uint(first, b));
-    size_t digests_nbytes = 8 * num_rows(layout->payload_nbytes);
+        *first_block = b;
+    }
+    size_t digests_nbytes = rows_field_nbytes(layout);
     if (!found || !take(&at, end, layout->rows, layout->rows_nbytes) ||
         (size_t)(end - at) < digests_nbytes ||
         !check_tail(at + digests_nbytes, end, slot + layout->header_nbytes))
         return NULL;
     return at;
+}
+
+/* Check the rows from `start` to `stop` of the slot, and decrypt them in place. */
+static bool check_rows(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, uint8_t *slot,
+                       size_t start, size_t stop, const uint8_t *digests)
+{
+    size_t first_row = (start - layout->header_nbytes) / ROW;
+    if (layout->ring != NULL) {
+        FileKey file_key;
+        RowsOf of = rows_of(layout, file, first_block);
+        bool good = find_file_key(layout->ring, digests, &file_key) &&
+                    decrypt_rows(&file_key, &of, slot + start, stop - start, first_row,
+                                 digests + SEAL + TAG * first_row) == num_rows(stop - start);
+        forget_file_key(&file_key);
+        return good;
+    }
+    bool good = true;
+    for (size_t at = start, row = first_row; good && at < stop; at += ROW, row++) {
+        uint8_t digest[8];
+        digest_rows(slot + at, stop - at < ROW ? stop - at : ROW, digest);
+        good = memcmp(digest, digests + 8 * row, 8) == 0;
+    }
+    return good;
 }
 
 /* --- files ------------------------------------------------------------------------------- */
@@ -455,14 +526,10 @@ static int open_part(const FileLayout *layout, const ChunkFile *file, int *direc
     return fd;
 }
 
-static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
-                            bool digested, int *directory)
+static ChunkResult publish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, int *directory)
 {
     size_t parent_nbytes;
     const char *name = name_in(file->path, &parent_nbytes);
-    if (!file->replace && *directory >= 0 && good_file_there(layout, file, *directory, name))
-        return CHUNK_EXISTS;
-    finish(layout, file, slot, digested);
     int fd = open_part(layout, file, directory);
     if (fd < 0)
         return CHUNK_OTHERWISE;
@@ -479,6 +546,24 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     }
     (void)unlinkat(*directory, part, 0);
     return CHUNK_OTHERWISE;
+}
+
+static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
+                            bool digested, int *directory)
+{
+    size_t parent_nbytes;
+    const char *name = name_in(file->path, &parent_nbytes);
+    if (!file->replace && *directory >= 0 && good_file_there(layout, file, *directory, name))
+        return CHUNK_EXISTS;
+    FileKey file_key;
+    ChunkResult result = finish(layout, file, slot, digested, &file_key);
+    if (result == CHUNK_OK) {
+        result = publish(layout, file, slot, directory);
+        if (result != CHUNK_OK && layout->ring != NULL)
+            result = bring_back(layout, file, slot, &file_key);
+    }
+    forget_file_key(&file_key);
+    return result;
 }
 
 ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
@@ -523,14 +608,9 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
     else if (good)
         good = read_all(fd, slot, 0, layout->header_nbytes) && read_all(fd, slot, start, stop);
 
-    const uint8_t *digests = good ? check_header(layout, file, slot) : NULL;
-    good = digests != NULL;
-    for (size_t at = start, row = first_row; good && at < stop; at += ROW, row++) {
-        uint8_t digest[8];
-        digest_rows(slot + at, stop - at < ROW ? stop - at : ROW, digest);
-        good = memcmp(digest, digests + 8 * row, 8) == 0;
-    }
-    if (!good) {
+    uint32_t first_block;
+    const uint8_t *digests = good ? check_header(layout, file, slot, &first_block) : NULL;
+    if (digests == NULL || !check_rows(layout, file, first_block, slot, start, stop, digests)) {
         close(fd);
         return CHUNK_OTHERWISE;
     }

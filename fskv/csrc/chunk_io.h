@@ -13,6 +13,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "crypto.h"
+
 enum { ROW = 65536 };
 enum { NAME = 32, SHARD = 3 }; /* digits in a chunk's name, and of these in its directory's */
 
@@ -31,6 +33,9 @@ typedef struct {
     ssize_t root_nbytes;            /* of the paths: no link is followed in what is behind them */
     const char *directory, *suffix; /* of shards, and what follows the digits in a name */
     ssize_t directory_nbytes, suffix_nbytes;
+    KeyRing *ring;                  /* NULL: in clear. Else a seal and tags stand in the place of the digests, */
+    const char *context;            /* and this binds them to the group's files */
+    ssize_t context_nbytes;
 } FileLayout;
 
 typedef struct {
@@ -43,18 +48,20 @@ typedef struct {
     uint32_t depth;                   /* in its prefix */
 } ChunkFile;
 
-
-typedef enum { CHUNK_OK, CHUNK_EXISTS, CHUNK_OTHERWISE } ChunkResult;
+/* CHUNK_SPOILT: what is in the slot is of no use to anybody. */
+typedef enum { CHUNK_OK, CHUNK_EXISTS, CHUNK_OTHERWISE, CHUNK_SPOILT } ChunkResult;
 
 /* The digest of each 64 KiB row, 8 bytes a row, big endian; the last row may be short. */
 void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests);
 size_t num_rows(size_t nbytes);
+/* The length of what a header has for its rows: the digests, or the seal and the tags. */
+size_t rows_field_nbytes(const FileLayout *layout);
 
 /* Where the digests of a chunk's rows belong in its header. */
 uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t *slot);
 
 /* Write the slot, whose content was gathered, as a part and publish it. `digested`: what is not content is
- * zero, and the digests are in their place. */
+ * zero, and the digests are in their place. On CHUNK_OTHERWISE the content is in the slot as it was. */
 ChunkResult chunk_write(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
                         bool digested);
 

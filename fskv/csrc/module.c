@@ -110,7 +110,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *types[] = {&DeviceType,  &PagesType,  &PlacementType, &GuardType,
-                                    &LayoutType, &TransferType, &QueueType};
+                                    &KeysType,   &LayoutType, &TransferType, &QueueType};
     xxh3_init();
     copy_init();
     PyObject *module = PyModule_Create(&definition);

@@ -194,9 +194,10 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
         add_event(queue, transfer, GATHERED, false);
         pthread_mutex_unlock(&queue->mutex);
     }
-    bool digested = transfer->placement->pages->device == NULL;
-    ChunkResult result = chunk_write(&transfer->layout->file, &transfer->file, slot, digested);
-    *kind = result == CHUNK_OK ? STORED : EXISTS;
+    const FileLayout *layout = &transfer->layout->file;
+    bool digested = transfer->placement->pages->device == NULL && layout->ring == NULL;
+    ChunkResult result = chunk_write(layout, &transfer->file, slot, digested);
+    *kind = result == CHUNK_OK ? STORED : result == CHUNK_SPOILT ? LEFT : EXISTS;
     return result != CHUNK_OTHERWISE;
 }
 

@@ -127,30 +127,34 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                             "header_nbytes", "payload_nbytes", "content_nbytes", "block_nbytes",
                             "num_blocks",    "format_version", "open_flags",   "fsync",
                             "touch",         "file_mode",      "dir_mode",     "touch_interval_s",
-                            "root_nbytes",   "directory",      "suffix",       NULL};
+                            "root_nbytes",   "directory",      "suffix",       "keys",
+                            "context",       NULL};
     FileLayout file = {0};
+    PyObject *keys = NULL;
     Py_ssize_t header, payload, content, block;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y#y#y#y#nnnnIIippIIdny#y#:Layout", names, &file.head,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y#y#y#y#nnnnIIippIIdny#y#|O!y#:Layout", names, &file.head,
                                      &file.head_nbytes, &file.middle, &file.middle_nbytes, &file.rows,
                                      &file.rows_nbytes, &file.tail, &file.tail_nbytes, &header, &payload, &content,
                                      &block, &file.num_blocks, &file.format_version, &file.open_flags, &file.fsync,
                                      &file.touch, &file.file_mode, &file.dir_mode, &file.touch_interval_s,
                                      &file.root_nbytes, &file.directory, &file.directory_nbytes, &file.suffix,
-                                     &file.suffix_nbytes))
+                                     &file.suffix_nbytes, &KeysType, &keys, &file.context, &file.context_nbytes))
         return NULL;
+    file.ring = keys == NULL ? NULL : &((Keys *)keys)->ring;
+    file.payload_nbytes = payload > 0 ? (size_t)payload : 0;
     /* The pieces, the longest key, both integers, the digests. */
     Py_ssize_t most = 32 + file.head_nbytes + file.middle_nbytes + file.rows_nbytes + file.tail_nbytes + 2 + 255 + 5 +
-                      9 + 8 * (Py_ssize_t)num_rows((size_t)(payload > 0 ? payload : 0));
+                      9 + (Py_ssize_t)rows_field_nbytes(&file);
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
         content > payload || block <= 0 || file.num_blocks == 0 ||
         content / block != (Py_ssize_t)file.num_blocks || content % block || most > header ||
+        file.context_nbytes > MAX_CONTEXT ||
         file.root_nbytes < 0 || strlen(file.directory) != (size_t)file.directory_nbytes ||
         strlen(file.suffix) != (size_t)file.suffix_nbytes) {
         PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other, or a zero in a name");
         return NULL;
     }
     file.header_nbytes = (size_t)header;
-    file.payload_nbytes = (size_t)payload;
     file.content_nbytes = (size_t)content;
     file.block_nbytes = (size_t)block;
     Layout *self = (Layout *)type->tp_alloc(type, 0);

@@ -18,16 +18,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
 from fskv.data_path.transports.protocol import OpenChunk, SlotT, Transport
+from fskv.data_path.worker_keys import WorkerKeys
 from fskv.errors import (
     ChunkCorrupt,
     ChunkError,
     ChunkIOError,
     ChunkMissing,
+    ChunkNoKey,
     ChunkStale,
     ConfigError,
     FskvError,
@@ -36,7 +38,10 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
-from fskv.format.integrity import DIGEST_NBYTES
+from fskv.format.integrity import (
+    rows_context,
+    rows_nbytes,
+)
 from fskv.format.spans import ChunkPlan, Placement
 from fskv.namespace import chunk_name
 from fskv.native import _native
@@ -45,6 +50,9 @@ from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
 from fskv.root.process_id import part_names
 from fskv.types import MAX_TOUCH_INTERVAL_S, FileId, Status, Use
+
+if TYPE_CHECKING:
+    from fskv.data_path.transports.host import HostSlot
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +89,9 @@ class ChunkStore(Generic[SlotT]):
         *,
         touch_interval_s: float = MAX_TOUCH_INTERVAL_S,
         restore: Callable[[], object] | None = None,
+        keys: WorkerKeys | None = None,
     ) -> None:
-        """`layouts` by group index: the files of a chunk are all alike.
+        """`layouts` by group index: the files of a chunk are all alike, and encrypted where there are `keys`.
 
         `restore` makes the namespace's directories again when somebody removed them; it raises an
         FskvError when the root itself is gone.
@@ -99,6 +108,7 @@ class ChunkStore(Generic[SlotT]):
         self._directory = directory
         self._root = directory.root or directory.path
         self._layouts = layouts
+        self._keys = keys
         self.file_nbytes = {idx: layout.file_nbytes for idx, layout in layouts.items()}
         self._transport = transport
         self._touch_interval_s = touch_interval_s if directory.writable else math.inf
@@ -138,8 +148,12 @@ class ChunkStore(Generic[SlotT]):
     def _new_native_layout(self, group_idx: int, rank: int | None) -> _native.Layout:
         native, layout = self._transport.native, self._layouts[group_idx]
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
-        digests = bytes(layout.num_rows * DIGEST_NBYTES)
-        header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
+        digests = bytes(rows_nbytes(layout.num_rows, encrypted=layout.encrypted))
+        file_id = FileId(b"", group_idx, rank)
+        header = self._header(file_id, layout, 0, digests)
+        keys: dict[str, Any] = {}
+        if self._keys is not None:
+            keys = {"keys": self._keys.native, "context": self._context(file_id, layout)}
         return _native.Layout(
             **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
@@ -157,6 +171,7 @@ class ChunkStore(Generic[SlotT]):
             root_nbytes=len(os.fsencode(self._root)),
             directory=os.fsencode(shards),
             suffix=os.fsencode(name[len(chunk_name(b"")) :]),
+            **keys,
         )
 
     def _native_placement(self, pages: _native.Pages, placement: Placement) -> _native.Placement:
@@ -287,9 +302,12 @@ class ChunkStore(Generic[SlotT]):
             self._compare_header_length(raw, layout)
             header = chunk_file.parse_header(raw)
             self._compare(header, file_id, layout)
-            found = self._transport.row_digests(slot, start, stop)
-            chunk_file.check_digests(found, rows.start, header.row_digests)
-        except (ChunkCorrupt, ChunkStale) as error:
+            if self._keys is not None:
+                self._decrypt(slot, start, stop, file_id, header)
+            else:
+                found = self._transport.row_digests(slot, start, stop)
+                chunk_file.check_digests(found, rows.start, header.row_digests)
+        except (ChunkCorrupt, ChunkStale, ChunkNoKey) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
             self._suspect(file_id)  # or the next store would find it there, and the hole would stay
@@ -311,6 +329,7 @@ class ChunkStore(Generic[SlotT]):
             "rank": (header.rank, file_id.rank or 0),
             # This and the pages are in the layout's digest; the header has to tell the truth about it.
             "number of blocks": (header.num_blocks, layout.num_blocks),
+            "checksum": (header.checksum, layout.checksum),
         }
         for name, (found, expected) in wanted.items():
             if found != expected:
@@ -391,17 +410,43 @@ class ChunkStore(Generic[SlotT]):
         transport = self._transport
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
-        digests = transport.row_digests(slot, base, layout.file_nbytes)
+        if self._keys is None:
+            digests = transport.row_digests(slot, base, layout.file_nbytes)
+        else:
+            payload = cast("HostSlot", slot).view[base : layout.file_nbytes]
+            context = self._context(file_id, layout)
+            digests = self._keys.native.encrypt(payload, context, file_id.key_hash, first_block)
         header = self._header(file_id, layout, first_block, digests)
         transport.put_header(slot, chunk_file.encode_header(header, base))
 
         try:
-            self._write(path, slot, layout.file_nbytes)
-        except ChunkMissing:
-            self._make_shard(os.path.dirname(path))
-            self._write(path, slot, layout.file_nbytes)
+            try:
+                self._write(path, slot, layout.file_nbytes)
+            except ChunkMissing:
+                self._make_shard(os.path.dirname(path))
+                self._write(path, slot, layout.file_nbytes)
+        except BaseException:
+            # A second encryption of what is encrypted would be served as KV.
+            if self._keys is not None:
+                self._decrypt(slot, base, layout.file_nbytes, file_id, header)
+            raise
         self.replaced([file_id])
         return Status.OK
+
+    def _context(self, file_id: FileId, layout: FileLayout) -> bytes:
+        group_idx, rank = file_id.group_idx, file_id.rank or 0
+        digest = self._directory.digest
+        return rows_context(digest, layout.digest, group_idx, rank, layout.num_blocks)
+
+    def _decrypt(
+        self, slot: SlotT, start: int, stop: int, file_id: FileId, header: ChunkHeader
+    ) -> None:
+        """Decrypt whole rows of a slot in place; raises ChunkNoKey, and ChunkCorrupt for a wrong tag."""
+        assert self._keys is not None
+        layout = self._layouts[file_id.group_idx]
+        first_row = (start - layout.header_nbytes) // ROW_NBYTES
+        rows = cast("HostSlot", slot).view[start:stop]
+        self._keys.decrypt(rows, first_row, self._context(file_id, layout), header)
 
     def _header(
         self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes
@@ -419,6 +464,7 @@ class ChunkStore(Generic[SlotT]):
             row_digests=digests,
             creator=self._creator,
             written_at_ms=int(time.time() * 1000),
+            checksum=layout.checksum,
         )
 
     def _write(self, path: str, slot: SlotT, nbytes: int) -> None:

@@ -27,7 +27,15 @@ import xxhash
 
 from fskv.errors import ChunkCorrupt, ChunkStale
 from fskv.format import integrity
-from fskv.format.integrity import CHECKSUM, DIGEST_NBYTES, xxh3_rows
+from fskv.format.integrity import (
+    CHECKSUM,
+    DIGEST_NBYTES,
+    ENCRYPTED,
+    SEAL_NBYTES,
+    TAG_NBYTES,
+    rows_nbytes,
+    xxh3_rows,
+)
 
 FORMAT_VERSION = 1
 # Not text, and with a line end and an end-of-file character: a transfer in text mode shows (as in PNG).
@@ -62,6 +70,11 @@ class FileLayout:
     num_blocks: int
     page_nbytes: tuple[int, ...]
     digest: bytes
+    encrypted: bool = False
+
+    @property
+    def checksum(self) -> str:
+        return ENCRYPTED if self.encrypted else CHECKSUM
 
     @cached_property
     def block_nbytes(self) -> int:
@@ -88,7 +101,7 @@ class FileLayout:
             + _META_RESERVE_NBYTES
             + _MAX_KEY_NBYTES
             + 8 * len(self.page_nbytes)
-            + DIGEST_NBYTES * self.num_rows
+            + rows_nbytes(self.num_rows, encrypted=self.encrypted)
         )
 
     @cached_property
@@ -108,7 +121,6 @@ class ChunkHeader:
     """The fields of a header; docs/format.md, "Map"."""
 
     codec: ClassVar[int] = 0
-    checksum: ClassVar[str] = CHECKSUM
     row_nbytes: ClassVar[int] = ROW_NBYTES
 
     key_hash: bytes
@@ -120,13 +132,20 @@ class ChunkHeader:
     page_nbytes: tuple[int, ...]
     first_block: int  # blocks before it were not available when the chunk was stored
     payload_nbytes: int
-    row_digests: bytes  # as xxh3_rows gives them
+    row_digests: bytes  # as xxh3_rows gives them, or the seal and the tags
     creator: str
     written_at_ms: int
     header_nbytes: int = 0  # set by parse_header
+    checksum: str = CHECKSUM
+
+    @property
+    def encrypted(self) -> bool:
+        return self.checksum == ENCRYPTED
 
     @property
     def num_rows(self) -> int:
+        if self.encrypted:
+            return (len(self.row_digests) - SEAL_NBYTES) // TAG_NBYTES
         return len(self.row_digests) // DIGEST_NBYTES
 
 
@@ -345,7 +364,8 @@ def _refuse_extension(_code: int, _data: bytes) -> None:
 
 def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
     fixed = codec, checksum, row = meta.get("codec"), meta.get("checksum"), meta.get("row")
-    if fixed != (0, CHECKSUM, ROW_NBYTES) or [type(one) for one in fixed] != [int, str, int]:
+    known = (0, ENCRYPTED if checksum == ENCRYPTED else CHECKSUM, ROW_NBYTES)
+    if fixed != known or [type(one) for one in fixed] != [int, str, int]:
         raise ChunkCorrupt(f"codec {codec!r:.20}, checksum {checksum!r:.20}, row {row!r:.20}")
     values: dict[str, Any] = {}
     for name, attribute, kind, at_least, at_most, _, absent in _READ:
@@ -363,10 +383,10 @@ def _header_from_meta(meta: dict[str, Any], header_nbytes: int) -> ChunkHeader:
     if not 0 < min(pages) <= max(pages) < 1 << 40:
         raise ChunkCorrupt("header field 'pages' holds an impossible size")
     header = ChunkHeader(**values, header_nbytes=header_nbytes)
-    layout = FileLayout(header.num_blocks, pages, header.layout_digest)
+    layout = FileLayout(header.num_blocks, pages, header.layout_digest, header.encrypted)
     if (
         header.payload_nbytes != layout.payload_nbytes
-        or len(header.row_digests) != DIGEST_NBYTES * layout.num_rows
+        or len(header.row_digests) != rows_nbytes(layout.num_rows, encrypted=header.encrypted)
         or header.first_block >= header.num_blocks
     ):
         raise ChunkCorrupt(

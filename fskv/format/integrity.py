@@ -1,10 +1,11 @@
-"""The digests of a chunk file's rows: XXH3-64 of each 64 KiB. Pure.
+"""The checks of a chunk file's rows of 64 KiB: XXH3-64 of each, or its tag where the file is encrypted. Pure.
 
-They find damage, and no writer with intent: XXH3 has no key (docs/security.md).
+XXH3 finds damage, and no writer with intent: it has no key (docs/security.md). A tag finds both.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import xxhash
@@ -19,6 +20,11 @@ _native_rows: Callable[[memoryview], bytes] | None = getattr(_native, "row_diges
 CHECKSUM = "xxh3-64"  # what the header calls them
 DIGEST_NBYTES = 8
 ROW_NBYTES = 65536  # one digest each: names the damaged place, and lets a partial load be checked
+# Of an encrypted file: its seal, which is the key's id and random bytes, and the tag of each row.
+ENCRYPTED = "aes-256-gcm"
+KEY_ID_NBYTES = 16
+SEAL_NBYTES = KEY_ID_NBYTES + 32
+TAG_NBYTES = 16
 _PAGE_NBYTES = 4096
 
 
@@ -33,3 +39,15 @@ def xxh3_rows(payload: memoryview) -> bytes:
     return b"".join(
         digest(payload[at : at + ROW_NBYTES]) for at in range(0, len(payload), ROW_NBYTES)
     )
+
+
+def rows_nbytes(num_rows: int, *, encrypted: bool) -> int:
+    """Return the length of a header's field `rows`: all digests, or the seal and all tags."""
+    return SEAL_NBYTES + TAG_NBYTES * num_rows if encrypted else DIGEST_NBYTES * num_rows
+
+
+def rows_context(
+    namespace_digest: bytes, layout_digest: bytes, group_idx: int, rank: int, num_blocks: int
+) -> bytes:
+    """Return the facts of a group's files that their tags cover; docs/format.md, "Encrypted files"."""
+    return namespace_digest + layout_digest + struct.pack("<3I", group_idx, rank, num_blocks)

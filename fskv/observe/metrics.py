@@ -52,10 +52,11 @@ LOAD_FAILURES = Metric(
     "chunks",
     "Chunks that a lookup found and a load did not deliver; the request is recomputed. "
     "Reasons: absent (removed meanwhile), stale (another chunk's file under this "
-    "name), corrupt (a checksum failed), denied, timed_out, io_error, breaker.",
+    "name), corrupt (a checksum or a tag failed), no_key (of a key that the engine lacks), denied, "
+    "timed_out, io_error, breaker.",
     "reason",
     values=(
-        *("absent", "stale", "corrupt"),
+        *("absent", "stale", "corrupt", "no_key"),
         *("denied", "timed_out", "io_error", "breaker"),
     ),
 )

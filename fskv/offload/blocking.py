@@ -79,7 +79,7 @@ class BlockingStore:
 
     def _present(self, chunks: Sequence[ChunkId], *, prefix: bool) -> list[bool]:
         """Return whether each chunk is present, with `prefix` up to the first miss; [] without an answer."""
-        lookup = self._kv.lookup
+        lookup, chunks = self._kv.lookup, self._kv.hidden(chunks)
         answers: list[tuple[Presence, Status]] = []
 
         def known() -> bool:
@@ -109,6 +109,7 @@ class BlockingStore:
             if self._closed or not pages:
                 return [False] * len(pages)
             num_stops = self._num_stops
+            pages, before = self._hidden(pages), self._kv.hidden(before)
             moves = self._moves(pages, self._used(pages, before, there=True))
             with self._begun(_Job(), self._kv.mover.load, moves) as job:
                 self._wait(lambda: job.result is not None, self._allowed_s(len(pages)))
@@ -124,6 +125,7 @@ class BlockingStore:
         Order and `before`: see `load`.
         """
         end = time.monotonic() + self._allowed_s(len(pages))
+        pages, before = self._hidden(pages), self._kv.hidden(before)
         with self._changed:
             uses = [] if self._closed else self._used(pages, before, there=False)
             num_stops = self._num_stops
@@ -188,6 +190,10 @@ class BlockingStore:
         self._thread.join(_GRACE_S)
         with self._changed:
             self._kv.close()
+
+    def _hidden(self, pages: Sequence[Page]) -> list[Page]:
+        chunks = self._kv.hidden([page.chunk for page in pages])
+        return [Page(chunk, page.block) for chunk, page in zip(chunks, pages, strict=True)]
 
     # --- under the lock -----------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from fskv.offload.lookup import Lookup, patience
 from fskv.offload.mover import Memory, Mover, News, Opened
 from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
+from fskv.root.key_file import hidden, keys_of
 from fskv.root.root import NamespaceDir, Root
 from fskv.types import ChunkId, FileId, Use
 
@@ -75,7 +76,10 @@ class KvStore:
                 f"option 'tenant': found {config.tenant!r}, expected {identity.tenant!r}, the identity's"
             )
         self._config = config
-        self._identity = identity = replace(identity, tenant=config.tenant)
+        self._keys = keys_of(config.key_file)
+        encryption = self._keys.encryption if self._keys is not None else None
+        identity = replace(identity, tenant=config.tenant, encryption=encryption)
+        self._identity = identity
         self._log = StateLog(root=config.root)
         self._rank = rank
         self._anywhere = anywhere
@@ -146,6 +150,10 @@ class KvStore:
         if not quiet:
             sizes = "+".join(str(nbytes) for nbytes in self.mover.file_nbytes.values())
             logger.info("fskv: namespace %s; a file has %s bytes", self.directory.path, sizes)
+
+    def hidden(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        """Return chunks as the root knows them, where the engine's keys stay out of it."""
+        return [hidden(self._keys, chunk) for chunk in chunks]
 
     def used(
         self, before: Sequence[ChunkId], chunks: Sequence[ChunkId], *, there: bool

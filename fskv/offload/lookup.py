@@ -35,7 +35,7 @@ _ENOUGH_STORES = 256  # to know what the chunks that end at one token take toget
 _ASSUMED_TOKENS_PER_S = 20_000.0  # of a prefill that nobody has measured: little is waited for
 
 # A load that ends like this leaves no file to load, or one that nobody will read again.
-_GONE = (Status.MISSING, Status.STALE, Status.CORRUPT)
+_GONE = (Status.MISSING, Status.STALE, Status.CORRUPT, Status.NO_KEY)
 
 
 class ChunkEvents(Protocol):

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fskv.config import LEAST_AUTO_THREADS, MAX_QUEUED_CHUNKS, MIB, Deadline, StoreConfig
@@ -26,6 +26,7 @@ from fskv.data_path.threads import HangProofPool, call_with_deadline
 from fskv.data_path.transports import numa
 from fskv.data_path.transports.choice import open_transport
 from fskv.data_path.transports.protocol import Ready
+from fskv.data_path.worker_keys import WorkerKeys
 from fskv.errors import ConfigError, RootError
 from fskv.format.chunk_file import FileLayout
 from fskv.native import _native
@@ -119,6 +120,9 @@ class Mover:
         Raises FskvError where the configuration cannot be used here: no memory for a chunk, no such
         transport.
         """
+        self._keys = WorkerKeys.of(config.key_file)
+        if self._keys is not None:
+            layouts = {idx: replace(one, encrypted=True) for idx, one in layouts.items()}
         slot_nbytes = max(layout.file_nbytes for layout in layouts.values())
         num_slots = config.staging_bytes // slot_nbytes
         num_threads = config.num_io_threads(num_slots)
@@ -145,6 +149,7 @@ class Mover:
             direct_io=config.direct_io,
             file_mode=directory.file_mode,
             fsync=config.fsync,
+            encrypted=self._keys is not None,
             num_slots=num_slots,
             num_threads=num_threads,
             cpus=cpus,
@@ -161,7 +166,7 @@ class Mover:
                 told = f" (auto: a file opens and is read in {answer_s * 1e3:.1f} ms)"
         self.num_io_threads = num_threads
         self._layouts = layouts
-        store = ChunkStore(directory, layouts, self._transport, restore=restore)
+        store = ChunkStore(directory, layouts, self._transport, restore=restore, keys=self._keys)
         self.file_nbytes = store.file_nbytes
         self._store = store
         self._uses: OrderedDict[int, bytearray] = OrderedDict()
@@ -241,7 +246,10 @@ class Mover:
         FskvError.
         """
         directory = open_()
-        return directory, ChunkStore(directory, self._layouts, self._transport, restore=open_)
+        store = ChunkStore(
+            directory, self._layouts, self._transport, restore=open_, keys=self._keys
+        )
+        return directory, store
 
     def move_to(self, store: ChunkStore[Any]) -> None:
         """Give up all jobs, and use another namespace from now on, also after `stop`. The lookup must
@@ -280,6 +288,8 @@ class Mover:
 
     def poll(self) -> list[JobResult]:
         """Return the jobs that ended since the last call; nothing reads or writes their pages any more."""
+        if self._keys is not None:
+            self._keys.refresh()
         ended = self._runner.poll()
         for result in ended:
             if result.is_load:

@@ -187,19 +187,25 @@ class World:
         touch_interval_s=600.0,
         make_transport=None,
         native=False,
+        key_file=None,
     ):
         import torch
 
         from faults.transport import FaultTransport, Script
         from fskv.data_path.store import ChunkStore
         from fskv.data_path.transports.host import HostTransport
+        from fskv.data_path.worker_keys import WorkerKeys
         from fskv.format.chunk_file import FileLayout
         from fskv.format.spans import GroupLayout
+        from fskv.root.key_file import read_keys
         from fskv.root.root import Root
 
         self.root = str(root)
         os.makedirs(self.root, exist_ok=True)
         identity = identity or make_identity()
+        if key_file is not None:
+            identity = replace(identity, encryption=read_keys(str(key_file)).encryption)
+        self.keys = WorkerKeys.of(None if key_file is None else str(key_file))
         self.directory = Root.open(self.root, create=True).open_namespace(identity)
         # Strided like an engine's: a block is wider than its page.
         self.tensors = [
@@ -207,7 +213,9 @@ class World:
         ]
         self.group_idx, self.rank = group_idx, rank
         self.layout = GroupLayout.of(group_idx, blocks_per_chunk, list(enumerate(pages)))
-        self.file_layout = FileLayout(blocks_per_chunk, tuple(pages), layout_digest)
+        self.file_layout = FileLayout(
+            blocks_per_chunk, tuple(pages), layout_digest, encrypted=key_file is not None
+        )
         transport = (make_transport or HostTransport)(
             self.tensors,
             self.file_layout.file_nbytes,
@@ -228,6 +236,7 @@ class World:
             self.transport,
             touch_interval_s=touch_interval_s,
             restore=lambda: Root.open(self.root, create=False).open_namespace(identity),
+            keys=self.keys,
         )
 
     # --- names ------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ HOMES = {
     # report
     "matplotlib": ("tools.report*",),
     "jinja2": ("tools.report*",),
+    "cryptography": ("tools.check.sealed",),
     # block_hashes: the engine's own keys, where it hashes with a *_cbor algorithm
     "cbor2": ("tools.block_hashes",),
     # explain --prompt --tokenizer, where vLLM is
@@ -219,6 +220,6 @@ def test_importing_fskv_or_its_tools_loads_neither_torch_nor_an_engine():
     core = [name for name in MODULES if within(name, ["fskv*"]) and "engines" not in name]
     assert not loaded_by(*core) & heavy
     tools = [name.replace("tools", "fskv_tools", 1) for name in MODULES if within(name, ["tools*"])]
-    lazy = {"matplotlib", "jinja2", "yaml", "cbor2"}
+    lazy = {"matplotlib", "jinja2", "yaml", "cbor2", "cryptography"}
     assert not loaded_by(*(one for one in tools if "__main__" not in one)) & (heavy | lazy)
     assert "numpy" in loaded_by("numpy")  # the probe itself sees what is loaded

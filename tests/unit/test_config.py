@@ -49,6 +49,7 @@ OPTIONS = {
     "weights_fixed": ([True, False], [0, 1, "true", None]),
     "canonical_layout": ([True, False], [0, 1, "true", None]),
     "tenant": ([None, "team a"], ["", 7, "a\0b", "x" * 201, {"a": 1}]),
+    "key_file": ([None, "/etc/keys"], ["", "keys", "/etc/", 7, "/r/keys" * 200]),
     "access": (["user", "group"], ["all", "", None, True, "0770", 504]),
     "trust": (
         [[], ["lora"], ["media", "lora"]],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fskv.errors import ChunkError
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
-from fskv.format.integrity import DIGEST_NBYTES, xxh3_rows
+from fskv.format.integrity import DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, xxh3_rows
 from fskv.namespace import ChunkName, GroupIdentity, parse_chunk_file, parse_chunk_path
 
 from ..root_view import FileOf, Namespace
@@ -103,26 +103,31 @@ class Row:
     row: int
     offset: int  # in the file
     nbytes: int
-    status: str  # ok, bad, or missing: the file ends before its end
+    status: str  # ok, bad, encrypted, or missing: the file ends before its end
     expected: str
     found: str | None
 
 
 def rows(file: OpenFile, header: ChunkHeader) -> Iterator[Row]:
     """Yield every row. Raises ChunkError where the file cannot be read."""
+    size = TAG_NBYTES if header.encrypted else DIGEST_NBYTES
+    digests = header.row_digests[SEAL_NBYTES if header.encrypted else 0 :]
     for at in range(0, header.payload_nbytes, PIECE_NBYTES):
         wanted = min(PIECE_NBYTES, header.payload_nbytes - at)
         start = header.header_nbytes + at
         there = file.read(start, min(wanted, file.nbytes - start)) if start < file.nbytes else b""
         payload = memoryview(there)
         whole = len(payload) if len(payload) == wanted else len(payload) // ROW_NBYTES * ROW_NBYTES
-        found = xxh3_rows(payload[:whole])
+        found = b"" if header.encrypted else xxh3_rows(payload[:whole])
         for first in range(0, wanted, ROW_NBYTES):
             idx = (at + first) // ROW_NBYTES
-            expected = header.row_digests[DIGEST_NBYTES * idx : DIGEST_NBYTES * (idx + 1)]
+            expected = digests[size * idx : size * (idx + 1)]
             digest = found[first // ROW_NBYTES * DIGEST_NBYTES :][:DIGEST_NBYTES] or None
-            status = "missing" if digest is None else "ok" if digest == expected else "bad"
             nbytes = min(ROW_NBYTES, wanted - first)
+            if header.encrypted:
+                status = "encrypted" if first + nbytes <= len(payload) else "missing"
+            else:
+                status = "missing" if digest is None else "ok" if digest == expected else "bad"
             text = None if digest is None else digest.hex()
             yield Row(idx, start + first, nbytes, status, expected.hex(), text)
 

@@ -14,7 +14,9 @@ from functools import lru_cache
 from fskv import namespace
 from fskv.errors import ChunkStale
 from fskv.format.chunk_file import ChunkHeader, FileLayout
+from fskv.format.integrity import CHECKSUM, ENCRYPTED
 from fskv.namespace import ChunkName, GroupIdentity, Identity
+from fskv.root.key_file import KeySet
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Expected:
     digest: bytes | None = None  # of the namespace: from a manifest that can be read
     digest16: str | None = None  # of the namespace: from the directory's name
     layouts: Mapping[int, FileLayout | None] | None = None  # by group; None: not in the manifest
+    checksum: str | None = None
+    keys: KeySet | None = None  # with which its files can be decrypted
 
     def layout(self, name: ChunkName | None) -> FileLayout | None:
         """Return the layout of the files of that name's group, if it is known."""
@@ -49,6 +53,8 @@ class Expected:
             if header.page_nbytes != layout.page_nbytes:
                 raise ChunkStale("has pages of other sizes than the namespace says")
             _same("layout", header.layout_digest.hex(), layout.digest.hex())
+        if self.checksum is not None:
+            _same("checksum", header.checksum, self.checksum)
         _same("header length", header.header_nbytes, layout_of(header).header_nbytes)
 
 
@@ -62,20 +68,25 @@ def _same(what: str, found: int | str, expected: int | str) -> None:
 
 def layout_of(header: ChunkHeader) -> FileLayout:
     """Return the layout that a header gives for the files of its group."""
-    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest)
+    return FileLayout(header.num_blocks, header.page_nbytes, header.layout_digest, header.encrypted)
 
 
 @lru_cache(maxsize=16)  # a copy asks for each of its files
-def expected_of(identity: Identity | None, digest16: str) -> Expected:
-    """Return the expected facts of the files below a directory of this name and with this manifest."""
+def expected_of(identity: Identity | None, digest16: str, keys: KeySet | None = None) -> Expected:
+    """Return the expected facts of the files below a directory of this name and with this manifest.
+
+    `keys` are an operator's, for namespaces that are encrypted.
+    """
     if identity is None:
         return Expected(digest16=digest16)
     layouts = {group.group_idx: _group_layout(identity, group) for group in identity.groups}
-    return Expected(identity.digest, digest16, layouts)
+    checksum = CHECKSUM if identity.encryption is None else ENCRYPTED
+    return Expected(identity.digest, digest16, layouts, checksum, keys)
 
 
 def _group_layout(identity: Identity, group: GroupIdentity) -> FileLayout | None:
     if not group.page_nbytes:
         return None  # pipeline stages: the pages differ from rank to rank
     digest = namespace.layout_digest(group, identity.blocks_per_chunk)
-    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest)
+    encrypted = identity.encryption is not None
+    return FileLayout(identity.blocks_per_chunk, group.page_nbytes, digest, encrypted)

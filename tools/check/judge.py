@@ -30,6 +30,7 @@ from fskv.format.chunk_file import ALIGNMENT, ROW_NBYTES, ChunkHeader
 from fskv.namespace import ChunkName
 
 from .expect import NOTHING, Expected
+from .sealed import check_rows
 
 PIECE_NBYTES = 4 << 20
 _HUGE = 2 << 20  # O_DIRECT pins each page of a buffer: with small ones it is slower
@@ -245,9 +246,9 @@ def judge_open(file: OpenFile, chunk: ChunkName | None, expected: Expected, rows
     try:
         header, in_piece = read_header(file, chunk, expected, whole=rows)
         expected.compare(header, chunk)
-        if rows:
+        if rows and (expected.keys is not None or not header.encrypted):
             for first_row, payload in payload_pieces(file, header, in_piece):
-                chunk_file.check_rows(payload, first_row, header.row_digests)
+                check_rows(payload, first_row, header, expected.keys)
         return Verdict(Finding.OK, "", header, file.info)
     except ChunkError as error:
         if _errno(error) == errno.ESTALE:

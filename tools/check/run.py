@@ -17,9 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fskv.errors import chunk_error_from_os
+from fskv.format.integrity import ENCRYPTED
 from fskv.index.scan import file_name, shard_path
 from fskv.namespace import parse_chunk_file
 from fskv.root.beneath import opened
+from fskv.root.key_file import KeySet
 from fskv.root.remove import Fate, Outcome, Place
 
 from ..root_view import FileOf, Namespace, Unlistable
@@ -81,6 +83,7 @@ class Tally:
     data_files: int = 0  # of them those whose rows were read
     nbytes_read: int = 0
     findings: Counter[Finding] = field(default_factory=Counter)
+    encrypted: int = 0  # of them those whose rows nobody can check without the key
     foreign: int = 0
     unlistable: int = 0
 
@@ -88,6 +91,7 @@ class Tally:
         """Add the counts of another tally."""
         self.files += other.files
         self.data_files += other.data_files
+        self.encrypted += other.encrypted
         self.nbytes_read += other.nbytes_read
         self.findings.update(other.findings)
 
@@ -113,8 +117,10 @@ class Run:
         *,
         rows: bool = False,
         threads: int = 8,
+        keys: KeySet | None = None,
     ) -> None:
-        """With `rows` the run reads and checks the payload too."""
+        """With `rows` the run reads and checks the payload too, an encrypted one with its `keys`."""
+        self._keys = keys
         self._spaces = spaces
         self._rows = rows
         self._threads = threads
@@ -175,7 +181,7 @@ class Run:
 
     def _judge(self, batch: _Batch) -> _Judged:
         space = self._spaces[batch.space_idx]
-        expected = expected_of(space.identity, space.digest16)
+        expected = expected_of(space.identity, space.digest16, self._keys)
         directory = shard_path(space.path, batch.shard)
         if not hasattr(self._own, "reader"):
             self._own.reader = Reader()
@@ -196,7 +202,10 @@ class Run:
                 tally.files += 1
                 tally.nbytes_read += found.nbytes_read
                 tally.findings[found.finding] += 1
-                tally.data_files += self._rows and found.finding not in _UNREAD
+                if self._rows and found.finding not in _UNREAD:
+                    is_closed = expected.checksum == ENCRYPTED and self._keys is None
+                    tally.data_files += not is_closed
+                    tally.encrypted += is_closed
                 if found.bad:
                     bad.append(Bad(space, name, found.finding, found.reason, found.info))
         return tally, bad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -12,6 +12,7 @@ import typer
 from fskv._version import VLLM_TESTED
 from fskv.namespace import Identity
 
+from ..check.sealed import open_keys
 from ..exits import CommandError, Exit, UsageError
 from ..explain import causes
 from ..explain.causes import Cause
@@ -28,7 +29,7 @@ from ..explain.tokens import (
     namespace_at,
     read_tokens,
 )
-from ..options import JsonOption, RootOption, complete_namespace
+from ..options import JsonOption, KeyFileOption, RootOption, complete_namespace
 from ..root_view import Namespace, RootView
 from ..terminal import emit, fill, iec, last_use, new_table, plain, print_table, rfc3339, say, show
 
@@ -85,6 +86,7 @@ def command(
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The request's cache_salt.")
     ] = None,
+    key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say why a prompt would hit or miss: the likeliest cause, then each group and chunk.
@@ -118,6 +120,7 @@ def command(
             f"the keys are computed as vLLM {VLLM_TESTED} does, and this namespace is of vLLM "
             f"{show(identity.engine_version)}: if that version hashes otherwise, its chunks are not found"
         )
+    asked = replace(asked, keys=open_keys(key_file))
     report = look_at(where.path, asked.prompt(identity))
     full = report.hit_tokens == report.best_tokens
     whys = [] if full else list(causes.find(view, report, asked))

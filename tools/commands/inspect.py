@@ -45,8 +45,8 @@ LINES = {
         "row": "",
         "offset": "in the file",
         "nbytes": "length",
-        "status": "ok, bad or missing",
-        "expected": "XXH3-64 in the header, hex",
+        "status": "ok, bad, missing or encrypted",
+        "expected": "XXH3-64 or tag in the header, hex",
         "found": "XXH3-64 of the bytes, hex, or null",
     },
     "span": {
@@ -199,7 +199,7 @@ def _emit(where: Place, body: Body, everything: bool) -> None:
         emit("file", **_facts(where, body, None))
         return
     # Counted before they are printed: the line about the file comes first.
-    num_bad = sum(row.status != "ok" for row in anatomy.rows(file, header))
+    num_bad = sum(row.status not in ("ok", "encrypted") for row in anatomy.rows(file, header))
     emit("file", **_facts(where, body, num_bad))
     for row in anatomy.rows(file, header):
         emit("row", **asdict(row))
@@ -254,7 +254,7 @@ def _print_spans(where: Place, header: ChunkHeader, everything: bool) -> None:
 
 
 def _print_rows(rows: Iterable[Row], everything: bool) -> None:
-    counts = {"ok": 0, "bad": 0, "missing": 0}
+    counts = {"ok": 0, "encrypted": 0, "bad": 0, "missing": 0}
     print(f"{'ROW':>6} {'OFFSET':>12} {'NBYTES':>10}  {'STATUS':7}  {'EXPECTED':16}  FOUND")
     hidden = 0
     for row in rows:

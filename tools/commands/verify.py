@@ -11,10 +11,12 @@ from fskv.root.remove import Fate, Outcome, Tally
 
 from ..check.judge import Finding
 from ..check.run import REMOVED, Bad, Run
+from ..check.sealed import open_keys
 from ..exits import UsageError, outcome
 from ..options import (
     DryRunOption,
     JsonOption,
+    KeyFileOption,
     NamespaceArgument,
     QuietOption,
     RootOption,
@@ -48,6 +50,7 @@ LINES = {
         "namespaces": "number of namespaces",
         "files": "chunk files",
         "data_files": "files whose rows were read",
+        "encrypted": "files whose rows need --key-file",
         "bad": "the sum of the next four",
         "corrupt": "files",
         "stale": "files",
@@ -78,6 +81,7 @@ def command(
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Read and check every row of every file.")
     ] = False,
+    key_file: KeyFileOption = None,
     threads: Annotated[int, typer.Option(min=1, max=256, help="Files read at once.")] = 8,
     remove_bad: Annotated[
         bool, typer.Option("--remove-bad", help="Remove corrupt and stale files, after asking.")
@@ -94,6 +98,8 @@ def command(
     go on: files that vanish or are replaced are no problem. Data is read around the page cache if the file
     system allows it.
 
+    The data of encrypted files is checked with --key-file alone.
+
     --remove-bad removes corrupt and stale files only, each while it is still the file that was read.
     Exit code 1 if anything bad was found, removed or not.
     """
@@ -106,7 +112,8 @@ def command(
     if remove_bad and not (yes or dry_run or can_ask()):
         # Said before hours of reading, not after.
         raise UsageError("--remove-bad: there is no terminal to ask on; give --yes, or --dry-run")
-    run = Run(spaces, rows=read_data, threads=threads)
+    keys = open_keys(key_file)
+    run = Run(spaces, rows=read_data, threads=threads, keys=keys)
     output = _Output(spaces, quiet=quiet, as_json=as_json)
     bad = _verify(run, output, len(spaces))
     removed = _remove(bad, output, yes=yes, dry_run=dry_run) if remove_bad else Tally()
@@ -223,6 +230,7 @@ class _Output:
                 namespaces=len(self._spaces),
                 files=tally.files,
                 data_files=tally.data_files,
+                encrypted=tally.encrypted,
                 bad=bad,
                 **counts,
                 problems=self.problems,
@@ -237,10 +245,16 @@ class _Output:
             return
         read = f", {tally.data_files:,} of them read whole" if rows else ""
         found = ", ".join(f"{counts[one.value]:,} {one.value}" for one in _BAD if counts[one.value])
-        good = "all good" if rows else "all headers good; --read-data reads every byte"
+        good = (
+            "all good"
+            if rows and not tally.encrypted
+            else "all headers good; --read-data reads every byte"
+        )
         say(f"{many(tally.files, 'file')}{read}: {found or good}")
         rate = f"{iec(tally.nbytes_read / max(run.seconds, 1e-9))}/s"
         say(f"read {iec(tally.nbytes_read)} in {run.seconds:.1f} s, {rate}")
+        if tally.encrypted:
+            say(f"{many(tally.encrypted, 'file')} encrypted: --key-file checks the data")
         if counts["vanished"]:
             say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
         if tally.foreign:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from fskv.hybrid_planner import GroupKind, GroupSpec, longest_hit, needed_chunks
 from fskv.namespace import GroupIdentity, Identity
+from fskv.root.key_file import KeySet
 from fskv.types import Presence
 
 from ..block_hashes import block_hashes
@@ -34,10 +35,21 @@ class Prompt:
     hashes: Sequence[bytes]
 
     @classmethod
-    def of(cls, identity: Identity, tokens: Sequence[int], cache_salt: str | None = None) -> Prompt:
+    def of(
+        cls,
+        identity: Identity,
+        tokens: Sequence[int],
+        cache_salt: str | None = None,
+        keys: KeySet | None = None,
+    ) -> Prompt:
         """Compute the keys. Raises UsageError where they cannot be known."""
         specs(identity)  # or the hashes would be in vain
-        return cls(identity, len(tokens), tuple(block_hashes(identity, tokens, cache_salt)))
+        hashes = block_hashes(identity, tokens, cache_salt)
+        if identity.encryption is not None:
+            if keys is None or keys.encryption != identity.encryption:
+                raise UsageError("the namespace hides its names: expected --key-file with its keys")
+            hashes = map(keys.hide, hashes)
+        return cls(identity, len(tokens), tuple(hashes))
 
     @cached_property
     def groups(self) -> list[GroupSpec]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fskv.namespace import Identity, parse_json
+from fskv.root.key_file import KeySet
 
 from ..endpoint import NoMetrics, address, fetch
 from ..exits import CommandError, UsageError
@@ -67,10 +68,11 @@ class Asked:
     tokens: Sequence[int]
     cache_salt: str | None = None
     decode: Callable[[Sequence[int]], str] = lambda _ids: ""  # ids to text, where that can be had
+    keys: KeySet | None = None
 
     def prompt(self, identity: Identity) -> Prompt:
         """Return its chunks under an identity. Raises UsageError where the keys cannot be known."""
-        return Prompt.of(identity, self.tokens, self.cache_salt)
+        return Prompt.of(identity, self.tokens, self.cache_salt, self.keys)
 
     def text(self, start: int, end: int) -> str:
         """Return the text of some of its tokens; empty if it is unknown."""

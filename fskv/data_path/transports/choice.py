@@ -45,6 +45,7 @@ def open_transport(
     direct_io: str,
     file_mode: int,
     fsync: bool,
+    encrypted: bool = False,
     num_slots: int | None = None,
     num_threads: int = 8,
     cpus: frozenset[int] | None = None,
@@ -65,6 +66,7 @@ def open_transport(
             return _open_gds(
                 device,
                 slot_nbytes,
+                encrypted=encrypted,
                 num_threads=num_threads,
                 probe_dir=probe_dir if probe_file is None else None,
                 direct_io=direct_io,
@@ -102,6 +104,7 @@ def _open_gds(
     device: CudaDevice | None,
     slot_nbytes: int,
     *,
+    encrypted: bool,
     num_threads: int,
     probe_dir: str | None,
     direct_io: str,
@@ -109,6 +112,8 @@ def _open_gds(
     fsync: bool,
 ) -> GdsTransport:
     """Open the GPUDirect Storage transport; raises _NoGdsError."""
+    if encrypted:
+        raise _NoGdsError("chunks are encrypted in host memory")
     if device is None:
         raise _NoGdsError("the KV is not on CUDA")
     if probe_dir is None:

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from fskv.namespace import chunk_name
+from fskv.root.key_file import KeySet, hidden
 from fskv.types import ChunkId
 
 # 213 bytes each (measured with tracemalloc for keys of 32 bytes): 53 MB.
@@ -47,6 +48,8 @@ class KvEvents:
         self._announced: OrderedDict[_Name, OffloadKey] = OrderedDict()  # least recently seen first
         # In the order in which it happened; taken in every step, so it never holds more than one step's news.
         self._news: list[tuple[bool, OffloadKey]] = []  # (removed, key)
+        self.keys: KeySet | None = None  # that hide chunks
+        self._asked: OrderedDict[ChunkId, OffloadKey] = OrderedDict()  # where they do, lately
         self._again: Iterator[_Name] = iter(())  # to be said again, if they are still announced
 
     @classmethod
@@ -58,13 +61,21 @@ class KvEvents:
             return cls()
         return cls(min(MAX_ANNOUNCED, max(1, MAX_ANNOUNCED_TOKENS // tokens_per_chunk)))
 
+    def asked(self, chunk: ChunkId, key: OffloadKey) -> None:
+        """Remember the key of a hidden chunk, of which alone `stored` will be told."""
+        self._asked[chunk] = key
+        if len(self._asked) > self._max_announced:
+            self._asked.popitem(last=False)
+
     def stored(self, chunk: ChunkId) -> None:
         """Announce a chunk with visible files of all ranks, unless it was announced before."""
         name = _name(chunk)
         if name in self._announced:
             self._announced.move_to_end(name)
             return
-        key = make_offload_key(chunk.key_hash, chunk.group_idx)
+        key: OffloadKey | None = make_offload_key(chunk.key_hash, chunk.group_idx)
+        if self.keys is not None and (key := self._asked.get(chunk)) is None:
+            return
         self._announced[name] = key
         self._news.append((False, key))
         if len(self._announced) > self._max_announced:
@@ -118,7 +129,7 @@ class KvEvents:
         """
         if len(payloads) > self._max_announced + 2 * _PAYLOADS_SLACK:
             for key in list(islice(payloads, _PAYLOADS_SLACK)):
-                name = _name(ChunkId(get_offload_block_hash(key), get_offload_group_idx(key)))
+                name = _name(hidden(self.keys, to_chunk(key)))
                 if name in self._announced:
                     self._take_back(name)  # its payload goes the next time
                 else:
@@ -128,6 +139,10 @@ class KvEvents:
         key = self._announced.pop(name, None)
         if key is not None:
             self._news.append((True, key))
+
+
+def to_chunk(key: OffloadKey) -> ChunkId:
+    return ChunkId(get_offload_block_hash(key), get_offload_group_idx(key))
 
 
 def _name(chunk: ChunkId) -> _Name:

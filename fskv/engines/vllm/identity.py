@@ -51,6 +51,7 @@ from fskv.identity.fingerprint import kv_config, weights_fingerprint
 from fskv.identity.rules import normal, shown
 from fskv.kv_transfer.line import PICK_FILES
 from fskv.namespace import GroupIdentity, Identity, Json, canonical_json
+from fskv.root.key_file import keys_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -188,6 +189,7 @@ def build_identity(
     layer_names = {name for group in groups for name in group.layer_names}
     modules = modules_of(loaded.model, layer_names, one_stage=one_stage) if loaded else []
     checkpoint = checkpoint_of(model, vllm_config.load_config)
+    keys = keys_of(config.key_file)
     files = None
     if loaded is not None and config.weights_id is None:
         files = loaded_files(checkpoint, model, vllm_config.load_config, loaded.model)
@@ -221,6 +223,7 @@ def build_identity(
         },
         canonical_format=canonical_format,
         tenant=config.tenant,
+        encryption=keys.encryption if keys is not None else None,
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
         extra=_extra(vllm_config, config, loaded, layer_names)
         | (_model_extra(loaded.model, modules, config) if loaded else {})

@@ -28,14 +28,12 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from fskv.bounds.admission import Admission, name_of
 from fskv.config import StoreConfig
-from fskv.engines.vllm.events import KvEvents
+from fskv.engines.vllm.events import KvEvents, to_chunk
 from fskv.engines.vllm.metrics import to_stats
 from fskv.errors import ConfigError, FskvError
 from fskv.index.presence import RankFiles
@@ -46,6 +44,7 @@ from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
+from fskv.root.key_file import hidden, keys_of
 from fskv.root.prefill_rate import write_prefill_rate
 from fskv.root.root import NamespaceDir, read_manifest
 from fskv.types import ChunkId, Presence, Status
@@ -71,10 +70,6 @@ _RESULTS = {
     Presence.MISS: LookupResult.MISS,
     Presence.UNKNOWN: LookupResult.RETRY,
 }
-
-
-def to_chunk(key: OffloadKey) -> ChunkId:
-    return ChunkId(get_offload_block_hash(key), get_offload_group_idx(key))
 
 
 @dataclass
@@ -152,13 +147,17 @@ class FskvManager(OffloadingManager):
         self._loads = loads
         self.config = config
         self.events = events
+        self._keys = keys_of(config.key_file)
+        if events is not None:
+            events.keys = self._keys
         self.blocks_per_chunk = blocks_per_chunk
         self.workers: list[FskvHandshake] = []
         # By request, how long its load may take: the connector's LoadBudget says so.
         self.allowed_s: Callable[[str], float] = lambda _req_id: math.inf
         self.chunks = Lookup(config, events=events, admission=Admission(config.admission))
         self._uses = Uses[OffloadKey](
-            lambda: self.chunks.touch_interval_s, lambda key: self.chunks.is_storing(to_chunk(key))
+            lambda: self.chunks.touch_interval_s,
+            lambda key: self.chunks.is_storing(self.chunk_of(key)),
         )
         self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
         self._touches: list[ChunkKeys] = []
@@ -174,6 +173,13 @@ class FskvManager(OffloadingManager):
         self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
         self._waits_until: float | None = None  # for the weights, since the first question
+
+    def chunk_of(self, key: OffloadKey) -> ChunkId:
+        """Return the chunk of a key of vLLM's, as the root knows it."""
+        chunk = hidden(self._keys, to_chunk(key))
+        if self.events is not None and self._keys is not None:
+            self.events.asked(chunk, key)
+        return chunk
 
     # --- start-up and news from the workers -------------------------------------------------
 
@@ -317,7 +323,7 @@ class FskvManager(OffloadingManager):
             return LookupResult.MISS
         if not self._is_on:
             return LookupResult.RETRY if self._waits_for_weights() else LookupResult.MISS
-        chunk = to_chunk(key)
+        chunk = self.chunk_of(key)
         presence, reason = self.chunks.ask(chunk)
         if presence is not Presence.UNKNOWN:
             told = self._told.setdefault(req_context.req_id, set())
@@ -348,14 +354,14 @@ class FskvManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> ChunkKeys:
         self._begin_due_use(keys, req_context)
-        chunks = [to_chunk(key) for key in keys]
+        chunks = [self.chunk_of(key) for key in keys]
         return self._used(chunks, keys, req_context, self.allowed_s(req_context.req_id))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         to_store: dict[OffloadKey, ChunkId] = {}
-        if chunks := {to_chunk(key): key for key in keys if self._serves(key, req_context)}:
+        if chunks := {self.chunk_of(key): key for key in keys if self._serves(key, req_context)}:
             self._begin_due_use(chunks.values(), req_context)  # before anything of it is on its way
             viewer = None if self._stores_all_of(req_context) else req_context.req_id
             to_store = {chunks[chunk]: chunk for chunk in self.chunks.begin_store(chunks, viewer)}
@@ -390,7 +396,7 @@ class FskvManager(OffloadingManager):
         if end > prefix.num_used:
             new = keys[prefix.num_used : end]
             prefix.num_used = end
-            names = [name_of(get_offload_block_hash(key)) for key in new]
+            names = [name_of(self.chunk_of(key).key_hash) for key in new]
             self.chunks.admission.use(names, req_id)
 
     def _begin_use(self, prefix: _Prefix, num_tokens: int) -> None:
@@ -402,7 +408,7 @@ class FskvManager(OffloadingManager):
         if start == num_there:
             return
         due = [
-            (to_chunk(key), prefix.depth((n + 1) * of_group))
+            (self.chunk_of(key), prefix.depth((n + 1) * of_group))
             for of_group, keys in prefix.groups
             for n, key in enumerate(keys[: num_tokens // of_group])
             if n >= start * size // of_group

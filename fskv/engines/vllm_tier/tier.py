@@ -43,7 +43,6 @@ from fskv.engines.vllm.manager import (
     PREFIX_CACHING_OFF,
     ChunkKeys,
     FskvManager,
-    to_chunk,
 )
 from fskv.engines.vllm.metrics import metric_definitions
 from fskv.engines.vllm.spec import open_worker
@@ -201,7 +200,7 @@ class FskvTier(SecondaryTierManager):
         one. vLLM asks for a prefix from its first chunk on, for a window from its last one back.
         """
         self._look_for_updates()
-        result, chunk = self._manager.lookup(key, req_context), to_chunk(key)
+        result, chunk = self._manager.lookup(key, req_context), self._manager.chunk_of(key)
         asked = req_context.req_id, chunk.group_idx
         if result is LookupResult.RETRY:
             self._unsure.add(asked)
@@ -274,7 +273,7 @@ class FskvTier(SecondaryTierManager):
         taken = self._manager.prepare_store(keys, job_metadata.req_context).keys_to_store
         at = {key: depth for depth, key in enumerate(keys)}
         depths = [at[key] for key in taken]
-        used = ChunkKeys([to_chunk(key) for key in taken], use=use, depths=depths)
+        used = ChunkKeys([self._manager.chunk_of(key) for key in taken], use=use, depths=depths)
         in_row = [one for chunk in used.chunks for one in self._placements[chunk.group_idx]]
         nbytes = sum(one.layout.content_nbytes for one in in_row)
         self._jobs[job_id] = _Job(keys, is_load=False, nbytes=nbytes)
@@ -287,7 +286,7 @@ class FskvTier(SecondaryTierManager):
             return
         keys, job_id = list(job_metadata.keys), job_metadata.job_id
         self._jobs[job_id] = _Job(keys, is_load=True)
-        chunks = [to_chunk(key) for key in keys]
+        chunks = [self._manager.chunk_of(key) for key in keys]
         loaded = self._requests.get(job_metadata.req_context.req_id, {})
         for chunk in chunks:
             loaded[chunk] = loaded.get(chunk, 0) + 1
@@ -339,7 +338,10 @@ class FskvTier(SecondaryTierManager):
             success = result.transfer_size == job.nbytes
             if job.is_load and not (success := result.job_id not in failed):
                 bad = {file.chunk for one in loads.get(result.job_id, ()) for file in one.bad}
-                good = tuple(key for key in job.keys if bad and to_chunk(key) not in bad) or None
+                good = (
+                    tuple(key for key in job.keys if bad and self._manager.chunk_of(key) not in bad)
+                    or None
+                )
             seconds, nbytes = result.transfer_time, result.transfer_size
             self._results.append(JobResult(result.job_id, success, good, seconds, nbytes))
         self._manager.on_news(worker.take_news())

@@ -11,4 +11,5 @@ static long refused(void)
 #define syscall(...) refused()
 #endif
 #include "../../../fskv/csrc/chunk_io.c"
+#include "../../../fskv/csrc/crypto.c"
 #include "../../../fskv/csrc/xxh3.c"

@@ -1,0 +1,144 @@
+#define _GNU_SOURCE
+#include "crypto.h"
+
+#include <dlfcn.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "chunk_io.h"
+
+enum { GET_TAG = 0x10, SET_TAG = 0x11, NONCE = 12 }; /* of <openssl/evp.h>, the same since 1.1 */
+
+/* Functions of libcrypto, by their names there. */
+static struct {
+    void *(*EVP_CIPHER_CTX_new)(void);
+    void (*EVP_CIPHER_CTX_free)(void *);
+    int (*EVP_CIPHER_CTX_ctrl)(void *, int, int, void *);
+    const void *(*EVP_aes_256_gcm)(void);
+    int (*EVP_CipherInit_ex)(void *, const void *, void *, const uint8_t *, const uint8_t *, int);
+    int (*EVP_CipherUpdate)(void *, uint8_t *, int *, const uint8_t *, int);
+    int (*EVP_CipherFinal_ex)(void *, uint8_t *, int *);
+    const void *(*EVP_sha256)(void);
+    uint8_t *(*HMAC)(const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *);
+} ssl;
+
+static bool find(void *library, const char *name, void *function)
+{
+    void *found = dlsym(library, name);
+    memcpy(function, &found, sizeof found);
+    return found != NULL;
+}
+
+bool crypto_load(const char *library)
+{
+    void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL); /* for good */
+    return opened != NULL && find(opened, "EVP_CIPHER_CTX_new", &ssl.EVP_CIPHER_CTX_new) &&
+           find(opened, "EVP_CIPHER_CTX_free", &ssl.EVP_CIPHER_CTX_free) &&
+           find(opened, "EVP_CIPHER_CTX_ctrl", &ssl.EVP_CIPHER_CTX_ctrl) &&
+           find(opened, "EVP_aes_256_gcm", &ssl.EVP_aes_256_gcm) &&
+           find(opened, "EVP_CipherInit_ex", &ssl.EVP_CipherInit_ex) &&
+           find(opened, "EVP_CipherUpdate", &ssl.EVP_CipherUpdate) &&
+           find(opened, "EVP_CipherFinal_ex", &ssl.EVP_CipherFinal_ex) && find(opened, "EVP_sha256", &ssl.EVP_sha256) &&
+           find(opened, "HMAC", &ssl.HMAC);
+}
+
+/* --- keys -------------------------------------------------------------------------------- */
+
+static bool hmac(const uint8_t key[KEY], const uint8_t *data, size_t nbytes, uint8_t out[KEY])
+{
+    return ssl.HMAC(ssl.EVP_sha256(), key, KEY, data, nbytes, out, NULL) != NULL;
+}
+
+/* HKDF-SHA256 (RFC 5869) of one block of output. */
+static bool derive(const uint8_t key[KEY], const uint8_t salt[SALT], FileKey *file_key)
+{
+    static const uint8_t info[] = "fskv row key\x01";
+    uint8_t extracted[KEY];
+    bool good = hmac(salt, key, KEY, extracted) && hmac(extracted, info, sizeof info - 1, file_key->key);
+    explicit_bzero(extracted, sizeof extracted);
+    return good;
+}
+
+bool new_file_key(KeyRing *ring, uint8_t seal[SEAL], FileKey *file_key)
+{
+    NamedKey first;
+    pthread_mutex_lock(&ring->mutex);
+    first = ring->keys[0];
+    pthread_mutex_unlock(&ring->mutex);
+    memcpy(seal, first.id, KEY_ID);
+    bool good = getrandom(seal + KEY_ID, SALT, 0) == SALT && derive(first.key, seal + KEY_ID, file_key);
+    explicit_bzero(&first, sizeof first);
+    return good;
+}
+
+bool find_file_key(KeyRing *ring, const uint8_t seal[SEAL], FileKey *file_key)
+{
+    NamedKey found;
+    bool there = false;
+    pthread_mutex_lock(&ring->mutex);
+    for (size_t i = 0; i < ring->num && !there; i++) {
+        found = ring->keys[i];
+        there = memcmp(found.id, seal, KEY_ID) == 0;
+    }
+    pthread_mutex_unlock(&ring->mutex);
+    there = there && derive(found.key, seal + KEY_ID, file_key);
+    explicit_bzero(&found, sizeof found);
+    return there;
+}
+
+void forget_file_key(FileKey *file_key) { explicit_bzero(file_key, sizeof *file_key); }
+
+/* --- rows -------------------------------------------------------------------------------- */
+
+static uint8_t *put_u32(uint8_t *at, size_t value)
+{
+    for (int i = 0; i < 4; i++)
+        *at++ = (uint8_t)(value >> 8 * i);
+    return at;
+}
+
+/* One row in place. A tag is checked only after its bytes: nobody may use them before. */
+static bool crypt_row(void *cipher, const RowsOf *of, uint8_t *row, size_t nbytes, size_t number, uint8_t *tag,
+                      bool encrypt)
+{
+    uint8_t bound[MAX_CONTEXT + 12 + 255], nonce[NONCE] = {0}, *at = bound;
+    int written;
+    memcpy(at, of->context, of->context_nbytes);
+    at = put_u32(at + of->context_nbytes, of->first_block);
+    at = put_u32(put_u32(at, number), nbytes);
+    memcpy(at, of->key, of->key_nbytes);
+    at += of->key_nbytes;
+    put_u32(nonce, number);
+    return ssl.EVP_CipherInit_ex(cipher, NULL, NULL, NULL, nonce, -1) == 1 &&
+           ssl.EVP_CipherUpdate(cipher, NULL, &written, bound, (int)(at - bound)) == 1 &&
+           ssl.EVP_CipherUpdate(cipher, row, &written, row, (int)nbytes) == 1 && (size_t)written == nbytes &&
+           (encrypt || ssl.EVP_CIPHER_CTX_ctrl(cipher, SET_TAG, TAG, tag) == 1) &&
+           ssl.EVP_CipherFinal_ex(cipher, row, &written) == 1 &&
+           (!encrypt || ssl.EVP_CIPHER_CTX_ctrl(cipher, GET_TAG, TAG, tag) == 1);
+}
+
+static size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
+                         uint8_t *tags, bool encrypt)
+{
+    size_t done = 0;
+    void *cipher = ssl.EVP_CIPHER_CTX_new();
+    bool good = cipher != NULL &&
+                ssl.EVP_CipherInit_ex(cipher, ssl.EVP_aes_256_gcm(), NULL, file_key->key, NULL, encrypt) == 1;
+    for (size_t at = 0; good && at < nbytes; at += ROW, done += good) {
+        size_t length = nbytes - at < ROW ? nbytes - at : ROW;
+        good = crypt_row(cipher, of, rows + at, length, first_row + done, tags + done * TAG, encrypt);
+    }
+    ssl.EVP_CIPHER_CTX_free(cipher);
+    return done;
+}
+
+size_t encrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, uint8_t *tags)
+{
+    return crypt_rows(file_key, of, rows, nbytes, 0, tags, true);
+}
+
+size_t decrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
+                    const uint8_t *tags)
+{
+    return crypt_rows(file_key, of, rows, nbytes, first_row, (uint8_t *)tags, false);
+}
