@@ -104,7 +104,7 @@ class _Keeper:
 
     def poll(self) -> None:
         self._capacity.poll()
-        if self._told_at is None and self._capacity.state.files:
+        if self._told_at is None and self._capacity.state.usage.num_files:
             self._told_at = time.monotonic()
 
     def finish(self) -> dict[str, Any]:

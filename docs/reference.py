@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from fskv_tools import exporter, manual
+from fskv_tools.doctor.settings import LESS
 
 from fskv.config import MIB, StoreConfig
-from fskv.kv_transfer.line import LESS, REFUSED
+from fskv.kv_transfer.line import REFUSED
 from fskv.kv_transfer.multi import ChildConfig, MultiConfig
 from fskv.observe import metrics
 from fskv.sizes import Share
@@ -56,7 +57,7 @@ def settings() -> Iterator[str]:
     """Yield the rows of vLLM's settings that fskv judges."""
     yield "| setting | the engine | expected, and why | what to do |"
     for row in (*REFUSED, *LESS):
-        engine = "refused" if row.refused else "starts"
+        engine = "refused" if row in REFUSED else "starts"
         yield f"| `{row.setting}` | {engine} | {row.expected} | {row.do} |"
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from fskv.bounds.evict import Need, cutoff_ns
 from fskv.index.scan import Part
 from fskv.index.snapshot import Catalogue
-from fskv.index.tally import Count, tally
 from fskv.root.process_id import is_orphan
 
 from .neighbours import bounds_of
 from .pruning import forecast
 from .root_view import Namespace
+from .tally import Count, tally
 
 Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind of KV group
 

@@ -13,7 +13,7 @@ import os
 import signal
 from typing import Any
 
-from fskv.bounds import leader, maintenance, serve, shared_files
+from fskv.bounds import leader, lease, maintenance, serve, shared_files
 from fskv.bounds.limits import Heartbeat, Usage
 
 BREAKS = ("survival", "length")
@@ -49,9 +49,9 @@ def hurry() -> None:
     for module, name, value in times:
         assert hasattr(module, name), name
         setattr(module, name, value)
-    defaults = maintenance.Maintainer.__init__.__kwdefaults__
+    defaults = lease.Lease.__init__.__kwdefaults__
     assert defaults is not None
-    defaults["lease_ttl_s"] = TTL_S
+    defaults["ttl_s"] = TTL_S
 
 
 def break_safety(name: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ import msgpack
 
 from fskv.bounds.eviction_news import entries
 from fskv.bounds.limits import GUARD_PART, UNSEEN_PART, Limits, RootState
-from fskv.bounds.process import MaintenanceProcess, Starting
+from fskv.bounds.process import MaintenanceProcess, let_go, started_beside
+from fskv.bounds.shared_files import parsed
 from fskv.observe.state_log import StateLog
 from fskv.root.process_id import unique_name
 
@@ -31,8 +33,7 @@ _HUNG_S = 60.0  # and the process that tells of none is killed after so much mor
 _START_S = 10.0  # an interpreter and its imports, on a machine that is busy or slow
 _FIRST_WORD_S = 5.0
 _RESTART_S = 10.0
-_MAX_KILLED = 3  # and still there, each with its 40 MiB: from here on they are seldom
-_SELDOM_S = 600.0  # after the last one; for each further one twice as long, but
+_SELDOMER = 8  # so many times longer for each that was killed and is still there, but
 _SELDOMEST_S = 3600.0  # at most: somebody may have mounted something else in the place
 _PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0  # after ENOSPC; twice as long each time it is met again
 _READ_NBYTES = 1 << 16
@@ -78,10 +79,9 @@ class Capacity:
         }
         self._clock = clock
         self._process: MaintenanceProcess | None = None
-        self._starting: Starting | None = None  # again: see poll
+        self._starting: Future[MaintenanceProcess] | None = None
         self._killed: list[MaintenanceProcess] = []  # and may be kept by a mount that hangs
         self._unpacker = msgpack.Unpacker()
-        self._next_start = 0.0
         self._heard_at = 0.0  # when a message was sent that we have read
         self._sequence_at = 0.0  # when the last one was sent that had a new sequence
         self._unseen_since: int | None = None  # what was stored when there was none for too long
@@ -95,46 +95,55 @@ class Capacity:
         self._loaded = 0  # bytes, since the start
         self._others_sights: list[bytes] = []
         self._traffic_at = 0.0
-        self._silent_polls_since = 0.0  # 0: not silent at the last poll
+        self._is_silent = False  # at the last poll
         self._full = 0
         self._pause_s = 0.0
         self._paused_until = 0.0
         self._written_before_full = -1
         self.state = RootState()
         self.num_restarts = 0
-        self._started = False
-        self._last_start = 0.0
+        self._last_start = float("-inf")
         self._said_paused = False
         self._log = StateLog(clock, root=root)
 
     def start(self) -> None:
-        """Start the maintenance process; where that fails it is tried again later, and nothing is stored.
+        """Start the process, and give it a moment, or the first chunks would not be stored.
 
-        For the start of an engine: it waits until the program is loaded.
+        That is `_FIRST_WORD_S` from when it runs. Where it cannot be started, `poll` tries again later.
         """
-        if self._may_start():
-            try:
-                self._begin(MaintenanceProcess(self._options))
-            except OSError as error:
-                self._begin(error)
+        removed, runs = self.poll(), False
+        end = self._clock() + _START_S
+        while self._starting or (self._process and self._process.running and not self.state.known):
+            if (now := self._clock()) >= end:
+                break
+            if not runs and self.pid is not None:
+                end, runs = now + _FIRST_WORD_S, True
+            time.sleep(0.01)
+            removed += self.poll()
+        self._removed = removed + self._removed
 
-    def _may_start(self) -> bool:
-        now = self._clock()
-        self._next_start = now + _RESTART_S
+    def _start(self) -> None:
+        """Begin to start a process, unless the last one was begun a short while ago.
+
+        Those that were killed hang for good where another mount has taken the root's place.
+        """
+        for process in [each for each in self._killed if not each.running]:
+            process.close()
+            self._killed.remove(process)
+        pause_s = min(_RESTART_S * _SELDOMER ** len(self._killed), _SELDOMEST_S)
+        if self._clock() - self._last_start < pause_s:
+            return
         self._close_process()
-        if self._too_many_hang(now):
-            return False
-        self._last_start = now
-        self.num_restarts += self._started
-        self._started = True
-        return True
+        self.num_restarts += self._last_start > float("-inf")
+        self._last_start = self._clock()
+        self._starting = started_beside(lambda: MaintenanceProcess(self._options))
 
-    def _begin(self, made: MaintenanceProcess | OSError) -> None:
-        if isinstance(made, OSError):
-            reason = f"no maintenance process, so nothing is stored: {made}"
+    def _begin(self, made: Future[MaintenanceProcess]) -> None:
+        if (error := made.exception()) is not None:
+            reason = f"no maintenance process, so nothing is stored: {error}"
             self._log.say("maintenance_gone", logging.WARNING, reason=reason)
             return
-        self._process = made
+        self._process = made.result()
         self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
         # A new process counts from here on, and tells what the last one had not.
         state, told = self.state, min(self._written, self.state.counted)
@@ -146,23 +155,8 @@ class Capacity:
         self._heard_at = self._clock()
         self._traffic_at = 0.0  # what was told before is not of late
         self._has_spoken = not self.num_restarts
-        self._silent_polls_since = 0.0
+        self._is_silent = False
         self._process.send(self._hello)
-
-    def wait_for_first_word(self) -> None:
-        """At start-up only: give the process a moment, or the first chunks would not be stored.
-
-        That is `_FIRST_WORD_S` from when it runs.
-        """
-        end, runs = self._clock() + _START_S, False
-        while self._process is not None and (now := self._clock()) < end:
-            if not self._process.running or self.state.known:
-                return  # `poll` starts another one later
-            if not runs and self.pid is not None:
-                end, runs = now + _FIRST_WORD_S, True
-            time.sleep(0.01)
-            news = self.poll()  # the very list that was `_removed`
-            self._removed = news + self._removed
 
     def take(self, nbytes: int) -> bool:
         """Ask whether so many more bytes may be written now, and count them as under way if so."""
@@ -197,7 +191,7 @@ class Capacity:
             if kind != "free" and stored + nbytes - state.counted > room:
                 return f"2 % above the bound of {limit} bytes: pruning is late, or nothing is left"
         free = state.free - (stored + nbytes - state.seen_written)
-        if state.kept_free and free < state.kept_free // 2:
+        if state.usage.kept_free and free < state.usage.kept_free // 2:
             return "less than half of keep_free is left: make room, or lower keep_free"
         if unseen_s <= _SILENT_S:
             self._unseen_since = None
@@ -274,7 +268,7 @@ class Capacity:
         """
         process = self._process
         alive = process is not None and process.running and self._has_spoken
-        return alive and not self._silent_polls_since
+        return alive and not self._is_silent
 
     @property
     def paused(self) -> bool:
@@ -288,11 +282,11 @@ class Capacity:
             self._said_paused = False
             self._log.say("stores_resumed")
         if self._process is None or not self._process.running:
-            if self._starting is not None and (made := self._starting.made) is not None:
-                self._starting = None
+            if self._starting is None:
+                self._start()
+            elif self._starting.done():
+                made, self._starting = self._starting, None
                 self._begin(made)
-            elif self._starting is None and now >= self._next_start and self._may_start():
-                self._starting = Starting(lambda: MaintenanceProcess(self._options))
             return []
         self._hear()
         if self._process is None:
@@ -300,16 +294,14 @@ class Capacity:
         if now - self._polled_at > _SILENT_S:
             self._listens_since = now  # an idle engine: what it has not read is no silence
         self._polled_at = now
-        if now - max(self._heard_at, self._listens_since) > _SILENT_S:
-            if not self._silent_polls_since:
-                self._silent_polls_since = now
-                reason = f"no word for {_SILENT_S:.0f} s, stores end soon: does the root hang?"
-                self._log.say("maintenance_silent", logging.WARNING, reason=reason)
-            if now - self._silent_polls_since > _HUNG_S:
-                self._kill_process()  # the next poll starts another one
-                return []
-        else:
-            self._silent_polls_since = 0.0
+        silent_s = now - max(self._heard_at, self._listens_since)
+        if silent_s > _SILENT_S + _HUNG_S:
+            self._kill_process()  # a later poll starts another one
+            return []
+        was_silent, self._is_silent = self._is_silent, silent_s > _SILENT_S
+        if self._is_silent and not was_silent:
+            reason = f"no word for {_SILENT_S:.0f} s, stores end soon: does the root hang?"
+            self._log.say("maintenance_silent", logging.WARNING, reason=reason)
         self._report()
         removed, self._removed = self._removed, []
         return removed
@@ -324,7 +316,7 @@ class Capacity:
     def close(self) -> None:
         """Let the process end by itself; it is not waited for, since it may hang."""
         if self._starting is not None:
-            self._starting.give_up()
+            self._starting.add_done_callback(let_go)
         self._report()
         self._close_process()
         for process in self._killed:
@@ -340,23 +332,9 @@ class Capacity:
         self._process.kill()
         self._killed.append(self._process)
         self._process = None
-
-    def _too_many_hang(self, now: float) -> bool:
-        """Return whether so many killed processes still hang that one more would hang as well.
-
-        Now and then one is tried all the same: they hang for good where another mount has taken the place.
-        """
-        for process in [each for each in self._killed if not each.running]:
-            process.close()
-            self._killed.remove(process)
-        more = len(self._killed) - _MAX_KILLED
-        if more < 0 or now - self._last_start > min(_SELDOM_S * 2.0**more, _SELDOMEST_S):
-            return False
-        reason = (
-            f"{len(self._killed)} maintenance processes were killed and do not end: the root hangs"
-        )
-        self._log.say("maintenance_gone", logging.WARNING, reason=reason)
-        return True
+        if (number := len(self._killed)) > 1:
+            reason = f"{number} maintenance processes were killed and do not end: the root hangs"
+            self._log.say("maintenance_gone", logging.WARNING, reason=reason)
 
     def _hear(self) -> None:
         if self._process is None:
@@ -393,7 +371,7 @@ class Capacity:
         elif "sights" in message:
             self._others_sights.append(message["sights"])
         elif message:
-            state = RootState.of(message)
-            if state.sequence != self.state.sequence or not state.sequence:
+            state = parsed(RootState, message)
+            if state.usage.sequence != self.state.usage.sequence or not state.usage.sequence:
                 self._sequence_at = self._heard_at
             self.state = state

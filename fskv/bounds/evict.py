@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +31,6 @@ from fskv.root.filesystem import block_nbytes, clamp_mtime, length
 from fskv.root.remove import Fate, Outcome, Place, orphans, sweep
 from fskv.root.root import PART_PREFIX, TMP_DIR
 from fskv.types import MAX_TOUCH_INTERVAL_S
-
-logger = logging.getLogger(__name__)
 
 _STEP_FILES = 16384  # chosen at once: more would have waited long for their turn
 _BATCH = 256  # files per call of a worker thread; between batches the lease is looked at
@@ -289,31 +286,20 @@ def _remove(place: Place, record: Any, pruned: Pruned) -> bool:
     return found.is_gone
 
 
-def remove_orphans(catalogues: Iterable[Catalogue], now_ns: int, grace_s: float, root: str) -> int:
-    """Remove orphaned parts of these namespaces and of the root itself; returns their number.
-
-    `now_ns` is the file system's own clock. Only parts that a catalogue has seen are looked for beside
-    chunks; they are taken out of the catalogue. Raises OSError if the root is away.
-    """
-    removed, told = 0, False
-    for found in orphaned(catalogues, now_ns, grace_s, root):
-        removed += found.fate is Fate.GOES
-        if found.fate is Fate.FAILED and found.what and not told:  # one for a round
-            told = True
-            logger.warning("fskv: %s cannot be removed: %s", found.name, found.reason)
-    return removed
-
-
 def orphaned(
     catalogues: Iterable[Catalogue],
     now_ns: int,
-    grace_s: float,
     root: str,
     *,
     delete: bool = True,
 ) -> Iterator[Outcome]:
-    """Judge parts as `remove_orphans` does, and yield the outcomes; without `delete` no part goes."""
-    judge = orphans(now_ns, grace_s)
+    """Remove orphaned parts of these namespaces and of the root itself; yields the outcome of each part.
+
+    `now_ns` is the file system's own clock. Only parts that a catalogue has seen are looked for beside
+    chunks; they are taken out of the catalogue. Without `delete` no part goes. Raises OSError if the root is
+    away.
+    """
+    judge = orphans(now_ns)
     for catalogue in catalogues:
         for shard, parts in list(catalogue.parts.items()):
             where = shard_path(catalogue.namespace, shard)
@@ -327,4 +313,4 @@ def orphaned(
             if not left:
                 del catalogue.parts[shard]
         yield from sweep(root, f"{catalogue.namespace}/{TMP_DIR}", judge, delete=delete)
-    yield from sweep(root, root, orphans(now_ns, grace_s, PART_PREFIX), delete=delete)
+    yield from sweep(root, root, orphans(now_ns, prefix=PART_PREFIX), delete=delete)

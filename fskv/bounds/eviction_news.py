@@ -40,14 +40,12 @@ class EvictionNews:
         """Publish the names of a namespace's removed chunks."""
         with self._opened() as directory:
             for at in range(0, len(chunks), _MAX_ENTRIES):
-                self._publish(directory, digest16, chunks[at : at + _MAX_ENTRIES])
-
-    def _publish(self, directory: int, digest16: str, chunks: Sequence[tuple[bytes, int]]) -> None:
-        packed = b"".join(name + group.to_bytes(4, "little") for name, group in chunks)
-        stem = f"{digest16}-{unique_name()}"
-        name = f"{stem}.bin"
-        with publishing(name, self._file_mode, dir_fd=directory, part=f"{stem}.part") as file:
-            file.write(packed)
+                some = chunks[at : at + _MAX_ENTRIES]
+                name = f"{digest16}-{unique_name()}"
+                with publishing(
+                    f"{name}.bin", self._file_mode, dir_fd=directory, part=f"{name}.part"
+                ) as file:
+                    file.write(b"".join(key + g.to_bytes(4, "little") for key, g in some))
 
     def skip_old(self) -> None:
         """Skip the news files that exist already: an engine that starts needs only later news."""

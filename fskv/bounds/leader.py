@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fskv.bounds.admission import at_first_sight
 from fskv.bounds.count import UNTOLD_S, Count
-from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict, remove_orphans
+from fskv.bounds.evict import Need, Pruned, cutoff_ns, evict, orphaned
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import TTL_S, Lease
 from fskv.bounds.limits import (
@@ -36,6 +36,7 @@ from fskv.bounds.sights import SightsLog
 from fskv.observe.state_log import StateLog
 from fskv.root.filesystem import Space
 from fskv.root.process_id import provably_dead
+from fskv.root.remove import Fate
 from fskv.types import MAX_COUNT, MAX_TOUCH_INTERVAL_S
 
 logger = logging.getLogger(__name__)
@@ -120,14 +121,13 @@ class Leader:
         sights: SightsLog,
         lease: Lease,
         file_mode: int,
-        grace_s: float,
     ) -> None:
         self._root = root
         self._files = files
         self._news = news
         self._sights = sights
         self._lease = lease
-        self._term = lease.term
+        self.term = lease.term
         self._file_mode = file_mode
         self._log = StateLog(root=root)
         last = files.usage()
@@ -152,16 +152,11 @@ class Leader:
         self._stuck_at = time.monotonic()
         self._awaited = RoomAwaited(root)
         self._futile_until = 0.0  # nothing was left to remove: no need to look again and again
-        self._grace_s = grace_s
 
     @property
     def is_leader(self) -> bool:
         """Return whether the lease is held, and was without a break since this leader began."""
-        return self._lease.held and self._lease.term == self._term
-
-    def is_of(self, term: int) -> bool:
-        """Return whether this leader began with that term of the lease."""
-        return self._term == term
+        return self._lease.held and self._lease.term == self.term
 
     # --- looks ------------------------------------------------------------------------------
 
@@ -506,7 +501,12 @@ class Leader:
         """Remove the parts of dead writers, and old news."""
         now_ns = self._lease.now_ns()
         catalogues = [self._count.catalogues[name] for name in self._count.ours]
-        removed = remove_orphans(catalogues, now_ns, self._grace_s, self._root)
+        removed, told = 0, False
+        for found in orphaned(catalogues, now_ns, self._root):
+            removed += found.fate is Fate.GOES
+            if found.fate is Fate.FAILED and found.what and not told:  # one for a round
+                told = True
+                logger.warning("fskv: %s cannot be removed: %s", found.name, found.reason)
         self._files.remove_orphans(now_ns)
         with contextlib.suppress(OSError):
             self._news.remove_old(now_ns)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from fskv.bounds.shared_files import parsed
 from fskv.root.beneath import opened
 from fskv.root.files import UnfitFileError, publishing, regular_file
 from fskv.root.process_id import HOST, TOKEN, provably_dead, unique_name
@@ -28,7 +29,6 @@ SHARED_DIR = ".fskv-maintenance"
 LEASE_FILE = "lease.json"
 TTL_S = 15.0
 MAX_LEASE_NBYTES = 4096
-_MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,8 @@ class LeaseState:
     @classmethod
     def parse(cls, content: bytes) -> LeaseState | None:
         """Parse the content of a lease's file; None where that is no lease."""
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            state = cls(**json.loads(content))
-            texts = (state.holder, state.host, state.boot)
-            numbers = (state.pid, state.since_ms, state.beat)
-            fits = all(type(text) is str and len(text) <= _MAX_TEXT for text in texts)
-            if fits and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-                return state
+        with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+            return parsed(cls, json.loads(content))
         return None
 
 
@@ -82,11 +77,6 @@ class Lease:
     def held(self) -> bool:
         """Return whether this process may act as the holder now: its last heartbeat is young enough."""
         return self._mine is not None and self._clock() - self._beaten_at < self._ttl_s
-
-    @property
-    def holder(self) -> LeaseState | None:
-        """The holder of the lease at the last look."""
-        return self._mine or self._observed[0]
 
     def renew(self) -> bool:
         """Keep the lease, or take it if it is free or its holder is dead; returns `held`. Raises OSError."""

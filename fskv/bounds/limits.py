@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fskv.root.filesystem import Space
@@ -28,6 +28,7 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.01, 0.10  # of a bound, below it
 _LOW = 0.02  # of a bound, below the high mark
 # Stored in an hour this is much; a hundredth of what is stored is little to be loaded.
 _MUCH_NBYTES, _MUCH_PART, _LEAST_LOADED = 10 << 30, 10, 100
+Bounds = Mapping[str, tuple[int, int]]
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9._-]+@[0-9a-f]{16}", re.ASCII)
 
 
@@ -81,12 +82,8 @@ class Usage:
     sequence: int = 0  # another one at each look
     namespaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # bytes on disk, files
     others: tuple[int, int] = (0, 0)  # of namespaces that were not named: there were too many
-    tenants: Mapping[str, str] = field(
-        default_factory=dict
-    )  # namespace -> tenant, where it has one
-    counted: Mapping[str, int] = field(
-        default_factory=dict
-    )  # heartbeat -> its `written` in the sums
+    tenants: Mapping[str, str] = field(default_factory=dict)  # of namespaces that have one
+    counted: Mapping[str, int] = field(default_factory=dict)  # heartbeat -> `written` in the sums
     growth: int = 0  # bytes a second: the fastest of the last seconds
     look_s: float = 1.0  # between two looks
     # The smallest limits of all who live. None and zeros: no bound.
@@ -103,9 +100,8 @@ class Usage:
     first_sight: bool = True
     first_hits: int = 0
     second_hits: int = 0
-    shares: Mapping[str, int] = field(
-        default_factory=dict
-    )  # heartbeat -> its part of all use, in thousandths
+    # Heartbeat -> its part of all use, in thousandths.
+    shares: Mapping[str, int] = field(default_factory=dict)
     hour: Traffic = Traffic()  # the present one
     last_hour: Traffic = Traffic()
 
@@ -192,46 +188,27 @@ def smallest(
 
 @dataclass(frozen=True, slots=True)
 class RootState:
-    """The state of a root, as an engine is told. Counts of pruned files are of the present leader."""
+    """The state of a root, as an engine is told."""
 
     known: bool = False  # whether stores may begin: the sizes are known, or no bound is on them
-    sequence: int = 0  # of the usage
-    nbytes: int = 0
-    files: int = 0
+    usage: Usage = Usage()  # of the present leader, without names: all namespaces are in `others`
     free: int = 0
-    pruned_files: int = 0
-    pruned_nbytes: int = 0
-    orphans: int = 0
-    unremovable: int = 0
     holder: bool = False
-    counted_at_ms: int = 0
     namespace_nbytes: int = 0  # of the engine's own
     # By the kind of bound (root, tenant, free): its limit, and what is left of it.
-    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    kept_free: int = 0  # bytes that must stay free
+    bounds: Bounds = field(default_factory=dict)
     writers: int = 0  # engines that write to the root
     counted: int = 0  # of what the engine has written: what the sizes above hold
     seen_written: int = 0  # and what it had written when `free` was looked at
-    touch_interval_s: int = MAX_TOUCH_INTERVAL_S
-    first_sight: bool = True
     share: int = 1000  # of the engine in all use, in thousandths
-    is_unread: bool = False  # what was stored in the last hour is not loaded
 
     @property
     def room(self) -> int | None:
         """What this engine and those beside it may hold, in bytes; None: there is no bound."""
         limits = [limit for kind, (limit, _) in self.bounds.items() if kind != "free"]
-        limits += [self.nbytes + left for kind, (_, left) in self.bounds.items() if kind == "free"]
+        if "free" in self.bounds:
+            limits.append(self.usage.nbytes + self.bounds["free"][1])
         return max(0, min(limits)) if limits else None
-
-    @classmethod
-    def of(cls, message: Mapping[str, Any]) -> RootState:
-        """Parse a message; raises TypeError or ValueError if it is no state."""
-        for one in fields(cls):
-            if one.name != "bounds" and type(message[one.name]) is not type(one.default):
-                raise TypeError(one.name)
-        bounds = {str(kind): (int(a), int(b)) for kind, (a, b) in message["bounds"].items()}
-        return cls(**{**message, "bounds": bounds})
 
 
 def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bool) -> RootState:
@@ -244,7 +221,7 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
     usage = replace(  # the leader may not have heard of us yet
         usage,
         max_nbytes=min((n for n in (own_max, usage.max_nbytes) if n is not None), default=None),
-        kept_free=max(own_kept, usage.kept_free),
+        kept_free=max(own_kept, usage.kept_free) if space.total_nbytes else 0,
         tenant_limits={
             name: min(own_tenants.get(name, limit), limit)
             for name, limit in (own_tenants | dict(usage.tenant_limits)).items()
@@ -255,28 +232,19 @@ def root_state(usage: Usage | None, space: Space, mine: Heartbeat, *, holder: bo
         for scope in scopes(usage, space)
         if scope.kind != "tenant" or scope.name == mine.tenant
     }
+    named = ("namespaces", "tenants", "counted", "tenant_limits", "shares")
+    no_names: dict[str, Any] = {name: {} for name in named}
     return RootState(
         known=known or not bounds.keys() & {"root", "tenant"},
-        sequence=usage.sequence,
-        nbytes=usage.nbytes,
-        files=usage.num_files,
+        usage=replace(usage, others=(usage.nbytes, usage.num_files), **no_names),
         free=space.free_nbytes,
-        pruned_files=usage.pruned_files,
-        pruned_nbytes=usage.pruned_nbytes,
-        orphans=usage.orphans,
-        unremovable=usage.unremovable,
         holder=holder,
         bounds=bounds,
-        counted_at_ms=usage.at_ms,
         namespace_nbytes=usage.namespaces.get(mine.namespace or "", (0, 0))[0],
-        kept_free=usage.kept_free if "free" in bounds else 0,
         writers=len(usage.counted),
         counted=min(mine.written, usage.counted.get(mine.name, 0)),
         seen_written=mine.written,
-        touch_interval_s=usage.touch_interval_s,
-        first_sight=usage.first_sight,
         share=usage.shares.get(mine.name, 1000),
-        is_unread=usage.is_unread,
     )
 
 

@@ -32,7 +32,7 @@ from fskv.observe.state_log import StateLog, described
 from fskv.root.beneath import make_directory, move_aside
 from fskv.root.filesystem import Space
 from fskv.root.manifests import all_namespaces, namespaces_of_ours
-from fskv.root.process_id import GRACE_S, unique_name
+from fskv.root.process_id import unique_name
 from fskv.root.root import FORMAT_FILE, usual_modes
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,6 @@ class Maintainer:
         dir_mode: int | None = None,
         file_mode: int | None = None,
         engine: str = "",
-        grace_s: float = GRACE_S,
-        lease_ttl_s: float = TTL_S,
     ) -> None:
         """`heartbeat` is the engine's first one; without a namespace it is a watcher's, which only declares
         limits.
@@ -92,15 +90,14 @@ class Maintainer:
         self._is_heard = is_heard
         self._dir_mode = usual[0] if dir_mode is None else dir_mode
         self._file_mode = usual[1] if file_mode is None else file_mode
-        self._grace_s = grace_s
         self._published: Heartbeat | None = None
         self._beat_at = float("-inf")
         self._files = SharedFiles(self._shared, self._file_mode)
-        self._lease = Lease(self._shared, ttl_s=lease_ttl_s, file_mode=self._file_mode)
+        self._lease = Lease(self._shared, file_mode=self._file_mode)
         self._eviction_news = EvictionNews(self._shared, self._file_mode)
         digest16 = (heartbeat.namespace or "").rpartition("@")[2]
         self._sights = SightsLog(self._shared, digest16, engine or unique_name(), self._file_mode)
-        self._work: asyncio.Task[None] | None = None
+        self.work: asyncio.Task[None] | None = None  # the leader's, that is under way
         self._leader: Leader | None = None
         self._late_at = 0.0  # when a piece of work is told of that does not end
         self._work_after = 0.0  # the last one failed: not at once again
@@ -262,18 +259,13 @@ class Maintainer:
             self._complaint = repr(error)
             logger.warning("fskv: maintenance of %s: %s", self._root, described(error))
 
-    @property
-    def work(self) -> asyncio.Task[None] | None:
-        """The leader's work that is under way."""
-        return self._work
-
     def close(self) -> None:
         """End: the last bytes are told, and the heartbeat goes. Raises OSError.
 
         Of an engine that does not lead it stays, without limits, until the leader has added what it tells.
         """
-        if self._work is not None:
-            self._work.cancel()
+        if self.work is not None:
+            self.work.cancel()
         told, last = self._published, self._heartbeat
         is_news = told is not None and (told.written, told.loaded) != (last.written, last.loaded)
         if is_news:
@@ -351,19 +343,19 @@ class Maintainer:
         if self._leader is None:
             self._leader = Leader(
                 *(self._root, self._files, self._eviction_news, self._sights),
-                *(self._lease, self._file_mode, self._grace_s),
+                *(self._lease, self._file_mode),
             )
         usage = self._leader.look(beats, space)
-        if self._work is not None and self._work.done():
-            work, self._work = self._work, None
+        if self.work is not None and self.work.done():
+            work, self.work = self.work, None
             if (error := work.exception()) is not None:
                 self._complain(error)
                 self._work_after = time.monotonic() + _AFTER_FAILURE_S
         now = time.monotonic()
-        if self._work is None and now > self._work_after and self._leader.due(space):
-            self._work = asyncio.ensure_future(self._leader.work(space))
+        if self.work is None and now > self._work_after and self._leader.due(space):
+            self.work = asyncio.ensure_future(self._leader.work(space))
             self._late_at = now + _LATE_S
-        if self._work is not None and now > self._late_at:
+        if self.work is not None and now > self._late_at:
             self._late_at = float("inf")
             reason = "a directory of it does not answer: nothing is counted or pruned meanwhile"
             self._states.say("count_late", logging.WARNING, after_s=f"{_LATE_S:.0f}", reason=reason)
@@ -371,12 +363,12 @@ class Maintainer:
 
     def _is_busy_for_another_term(self) -> bool:
         """Return whether work goes on that was begun before the lease was lost and taken again."""
-        busy = self._work is not None and not self._work.done()
-        return busy and self._leader is not None and not self._leader.is_of(self._lease.term)
+        busy = self.work is not None and not self.work.done()
+        return busy and self._leader is not None and self._leader.term != self._lease.term
 
     def _let_go(self) -> None:
         """Give up leadership: another process holds the lease, so our knowledge of the root gets old."""
-        if self._work is None or self._work.done():
-            if self._work is not None and (error := self._work.exception()) is not None:
+        if self.work is None or self.work.done():
+            if self.work is not None and (error := self.work.exception()) is not None:
                 self._complain(error)
-            self._work = self._leader = None
+            self.work = self._leader = None

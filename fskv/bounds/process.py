@@ -7,7 +7,6 @@ The process is no descendant of the engine. vLLM's server ends an engine and all
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgpack
@@ -105,43 +105,27 @@ class MaintenanceProcess:
             self._stdin.close()
 
 
-class Starting:
-    """Starts the process on another thread: the interpreter's files may lie on a mount that hangs."""
+def started_beside(start: Callable[[], MaintenanceProcess]) -> Future[MaintenanceProcess]:
+    """Call `start` on another thread: the interpreter's files may lie on a mount that hangs."""
+    made: Future[MaintenanceProcess] = Future()
 
-    def __init__(self, start: Callable[[], MaintenanceProcess]) -> None:
-        self._start = start
-        self._lock = threading.Lock()
-        self._made: MaintenanceProcess | OSError | None = None
-        self._given_up = False
+    def run() -> None:
         try:
-            threading.Thread(target=self._run, name="fskv-start", daemon=True).start()
-        except RuntimeError as error:  # no more threads here
-            self._made = OSError(errno.EAGAIN, str(error))
-
-    @property
-    def made(self) -> MaintenanceProcess | OSError | None:
-        """The started process, or the error of its start; None while the start goes on."""
-        return self._made
-
-    def give_up(self) -> None:
-        """Let the process end as soon as it has started."""
-        with self._lock:
-            self._given_up = True
-            if isinstance(self._made, MaintenanceProcess):
-                self._made.close()
-
-    def _run(self) -> None:
-        made: MaintenanceProcess | OSError
-        try:
-            made = self._start()
-        except OSError as error:
-            made = error
+            made.set_result(start())
         except Exception as error:  # no memory, no more threads
-            made = OSError(errno.EAGAIN, repr(error))
-        with self._lock:
-            self._made = made
-            if self._given_up and not isinstance(made, OSError):
-                made.close()
+            made.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="fskv-start", daemon=True).start()
+    except RuntimeError as error:  # no more threads here
+        made.set_exception(error)
+    return made
+
+
+def let_go(made: Future[MaintenanceProcess]) -> None:
+    """Let a process end as soon as it has started."""
+    if made.exception() is None:
+        made.result().close()
 
 
 def _say(fd: int, message: dict[str, Any]) -> bool:

@@ -23,9 +23,9 @@ import msgpack
 from fskv.bounds.limits import Heartbeat, Limits
 from fskv.bounds.maintenance import LOOK_S, Maintainer
 from fskv.bounds.process import END
+from fskv.bounds.shared_files import parsed
 from fskv.observe.health_file import end_health_file
 from fskv.root.process_id import unique_name
-from fskv.sizes import Share
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +43,14 @@ class Outbox:
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message, or at least its beginning; False: the pipe is full, so the message is dropped."""
-        return self._flush() and self._write(msgpack.packb(message))
+        flushed = not self._rest or self._write(self._rest)
+        return flushed and not self._rest and self._write(msgpack.packb(message))
 
     def is_heard(self) -> bool:
         """Return whether the engine still has its end of the pipe open."""
         poll = select.poll()
         poll.register(self._fd, 0)  # POLLERR is told without being asked for
         return not poll.poll(0)
-
-    def _flush(self) -> bool:
-        return not self._rest or (self._write(self._rest) and not self._rest)
 
     def _write(self, data: bytes) -> bool:
         try:
@@ -62,15 +60,7 @@ class Outbox:
         return True
 
 
-def heartbeat_from(options: dict[str, Any]) -> Heartbeat:
-    """Make an engine's first heartbeat from the engine's first message."""
-    limits = dict(options["limits"])
-    keep = limits["keep_free"]
-    limits["keep_free"] = Share(keep["percent"]) if isinstance(keep, dict) else keep
-    return Heartbeat(unique_name(), options["namespace"], options["tenant"], Limits(**limits))
-
-
-async def serve(engine: int | None = None) -> None:
+async def serve(engine: int) -> None:
     """Maintain the root that the first message names, until the engine ends or closes our standard input.
 
     `engine` is the id of its process.
@@ -80,74 +70,66 @@ async def serve(engine: int | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     gone: asyncio.Future[None] = loop.create_future()
-    if engine is not None:
-        # A process that the engine forked may keep our standard input open.
-        try:
-            handle = os.pidfd_open(engine)
-            loop.add_reader(handle, lambda: None if gone.done() else gone.set_result(None))
-        except ProcessLookupError:
-            gone.set_result(None)
-        except OSError:
-            pass  # not supported here
+    # A process that the engine forked may keep our standard input open.
+    try:
+        handle = os.pidfd_open(engine)
+        loop.add_reader(handle, lambda: None if gone.done() else gone.set_result(None))
+    except ProcessLookupError:
+        gone.set_result(None)
+    except OSError:
+        pass  # not supported here
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     outbox = Outbox(1)
     unpacker = msgpack.Unpacker()
+    begun: asyncio.Future[None] = loop.create_future()
     maintainer: Maintainer | None = None
     health_file: str | None = None
-    told = False  # that it ends
 
-    def hear(received: bytes) -> None:
-        nonlocal maintainer, health_file, told
-        unpacker.feed(received)
-        for message in unpacker:
-            if END in message:
-                told = True
-            elif maintainer is None:
-                health_file = message.pop("health_file")
-                maintainer = _begin(message, outbox)
-            else:
-                maintainer.receive(**message)
+    async def listen() -> None:
+        nonlocal maintainer, health_file
+        while received := await reader.read(1 << 16):
+            unpacker.feed(received)
+            for message in unpacker:
+                if END in message:  # a process that the engine forked may keep the pipe open
+                    return
+                if maintainer is None:
+                    health_file = message.pop("health_file")
+                    maintainer = _begin(message, outbox)
+                    begun.set_result(None)
+                else:
+                    maintainer.receive(**message)
 
-    next_step = 0.0
-    reading = asyncio.ensure_future(reader.read(1 << 16))
+    listening = asyncio.ensure_future(listen())
+    ends: set[asyncio.Future[None]] = {gone, listening}
     with contextlib.suppress(BrokenPipeError):
         outbox.send({"pid": os.getpid()})
-        while not gone.done():
-            wait_s = None if maintainer is None else max(0.0, next_step - time.monotonic())
-            either: set[asyncio.Future[Any]] = {reading, gone}
-            await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                if not reading.result():
-                    break
-                hear(reading.result())
-                if told:  # a process that it forked may keep the pipe open
-                    break
-                reading = asyncio.ensure_future(reader.read(1 << 16))
+        await asyncio.wait({*ends, begun}, return_when=asyncio.FIRST_COMPLETED)
+        while maintainer is not None and not any(end.done() for end in ends):
             started = time.monotonic()
-            if maintainer is not None and started >= next_step:
-                pause_s = await maintainer.try_step()
-                now = time.monotonic()
-                # However slow the root is: at most a third of a core, and few requests to a server.
-                next_step = now + max(pause_s, min(LOOK_S, 2 * (now - started)))
-    with contextlib.suppress(TimeoutError):  # its last words may be unread
-        while not told and (received := await asyncio.wait_for(reading, _LAST_WORDS_S)):
-            hear(received)
-            reading = asyncio.ensure_future(reader.read(1 << 16))
+            pause_s = await maintainer.try_step()
+            # However slow the root is: at most a third of a core, and few requests to a server.
+            pause_s = max(pause_s, min(LOOK_S, 2 * (time.monotonic() - started)))
+            await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+    # Its last words may be unread.
+    await asyncio.wait({listening}, timeout=_LAST_WORDS_S)
+    if listening.done():
+        listening.result()
     # Nobody waits for us any more, and nobody is to find us beside a mount that hangs.
     signal.alarm(_END_S)
     if maintainer is not None:
         with contextlib.suppress(Exception):  # the root is gone, or read-only
             maintainer.close()
-    if health_file is not None and engine is not None:
+    if health_file is not None:
         with contextlib.suppress(Exception):
             end_health_file(health_file, engine)
 
 
 def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
+    limits = parsed(Limits, options["limits"])
     return Maintainer(
         options["root"],
-        heartbeat_from(options),
+        Heartbeat(unique_name(), options["namespace"], options["tenant"], limits),
         outbox.send,
         outbox.is_heard,
         dir_mode=options["dir_mode"],
@@ -159,7 +141,7 @@ def _begin(options: dict[str, Any], outbox: Outbox) -> Maintainer:
 def main() -> None:
     parser = argparse.ArgumentParser("fskv.maintenance")
     parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--engine", type=int)
+    parser.add_argument("--engine", type=int, required=True)
     options = parser.parse_args()
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(message)s")

@@ -12,9 +12,9 @@ import errno
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, fields, replace
+from typing import Any, TypeVar
 
 from fskv.bounds.limits import Heartbeat, Limits, Traffic, Usage, is_namespace
 from fskv.namespace import MAX_TENANT
@@ -35,7 +35,8 @@ _MAX_NBYTES = 8 << 20  # of all heartbeats together
 _MAX_LOOK_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _JUNK_S = 86_400.0
-_COUNTS = ("written", "full", "beat", "loaded", "used", "first_hits", "second_hits")
+_MAX_TEXT = 512  # characters of a name
+_T = TypeVar("_T")
 
 
 def file_of(name: str) -> str:
@@ -221,72 +222,65 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _bound(value: Any) -> int | None:
-    return None if value is None else _number(value)
-
-
-def _numbers(value: Any) -> dict[str, int]:
-    return {str(name): _number(number) for name, number in value.items()}
-
-
-def _text(value: Any, most: int) -> str:
-    if type(value) is not str or not 0 < len(value) <= most:
+def _text(value: Any) -> str:
+    if type(value) is not str or not 0 < len(value) <= _MAX_TEXT:
         raise ValueError(f"no name: {str(value)[:80]}")
     return value
 
 
-def _share(percent: Any) -> Share:
+def _keep_free(value: Any) -> int | Share:
+    if not isinstance(value, dict):
+        return _number(value)
     # Not NaN or a million: everybody computes with it.
-    if not isinstance(percent, int | float) or not 0 <= percent <= 100:
-        raise ValueError(percent)
-    return Share(float(percent))
+    if not isinstance(value["percent"], int | float) or not 0 <= value["percent"] <= 100:
+        raise ValueError(value)
+    return Share(float(value["percent"]))
+
+
+def _sizes(value: Any) -> tuple[int, int]:
+    nbytes, files = value
+    return _number(nbytes), _number(files)
+
+
+# How a field is read, by its type.
+_READ: dict[object, Callable[[Any], Any]] = {
+    "int": _number,
+    "bool": _flag,
+    "float": lambda value: min(max(0.0, float(value)), _MAX_LOOK_S),
+    "str": _text,
+    "int | None": lambda value: None if value is None else _number(value),
+    "str | None": lambda value: None if value is None else _text(value),
+    "int | Share": _keep_free,
+    "tuple[int, int]": _sizes,
+    "Mapping[str, int]": lambda value: {str(name): _number(n) for name, n in value.items()},
+    "Mapping[str, str]": lambda value: {str(name): str(text) for name, text in value.items()},
+    "Mapping[str, tuple[int, int]]": lambda value: {str(k): _sizes(v) for k, v in value.items()},
+    "Bounds": lambda value: {str(k): (int(a), int(b)) for k, (a, b) in value.items()},
+    "Limits": lambda value: parsed(Limits, value),
+    "Traffic": lambda value: parsed(Traffic, value),
+    "Usage": lambda value: parsed(Usage, value),
+}
+
+
+def parsed(kind: type[_T], tree: Any) -> _T:
+    """Return what `asdict` has made a tree of; raises whatever a damaged tree makes of the values."""
+    told = fields(kind)  # type: ignore[arg-type]
+    return kind(**{each.name: _READ[each.type](tree[each.name]) for each in told})
 
 
 def _heartbeat(tree: dict[str, Any], name: str) -> Heartbeat:
-    if tree["name"] != name or not _NAME.fullmatch(name):
+    found = parsed(Heartbeat, tree)
+    if found.name != name or not _NAME.fullmatch(name) or len(found.tenant or "") > MAX_TENANT:
         raise ValueError(name)
-    namespace, tenant, limits = tree["namespace"], tree["tenant"], tree["limits"]
-    if namespace is not None and not is_namespace(str(namespace)):
-        raise ValueError(namespace)
-    keep = limits["keep_free"]
-    return Heartbeat(
-        name=name,
-        namespace=None if namespace is None else str(namespace),
-        tenant=None if tenant is None else _text(tenant, MAX_TENANT),
-        limits=Limits(
-            _bound(limits["max_nbytes"]),
-            _share(keep["percent"]) if isinstance(keep, dict) else _number(keep),
-            _bound(limits["tenant_max_nbytes"]),
-            _numbers(limits["tenants"]),
-            _bound(limits["unused_s"]),
-        ),
-        **{field: _number(tree[field]) for field in _COUNTS},
-    )
+    if found.namespace is not None and not is_namespace(found.namespace):
+        raise ValueError(found.namespace)
+    return found
 
 
 def _usage(tree: dict[str, Any]) -> Usage:
-    numbers = ("sequence", "growth", "kept_free", "at_ms")
-    totals = (
-        "pruned_files",
-        "pruned_nbytes",
-        "orphans",
-        "unremovable",
-        "first_hits",
-        "second_hits",
-    )
-    nbytes, files = tree["others"]
-    return Usage(
-        namespaces={str(k): (_number(n), _number(f)) for k, (n, f) in tree["namespaces"].items()},
-        others=(_number(nbytes), _number(files)),
-        tenants={str(k): str(v) for k, v in tree["tenants"].items()},
-        counted=_numbers(tree["counted"]),
-        look_s=min(max(0.0, float(tree["look_s"])), _MAX_LOOK_S),
-        max_nbytes=_bound(tree["max_nbytes"]),
-        tenant_limits=_numbers(tree["tenant_limits"]),
-        touch_interval_s=min(_number(tree["touch_interval_s"]), MAX_TOUCH_INTERVAL_S),
-        first_sight=_flag(tree["first_sight"]),
-        shares={name: min(1000, share) for name, share in _numbers(tree["shares"]).items()},
-        hour=Traffic(**_numbers(tree["hour"])),
-        last_hour=Traffic(**_numbers(tree["last_hour"])),
-        **{name: _number(tree[name]) for name in (*numbers, *totals)},
+    usage = parsed(Usage, tree)
+    return replace(
+        usage,
+        touch_interval_s=min(usage.touch_interval_s, MAX_TOUCH_INTERVAL_S),
+        shares={name: min(1000, share) for name, share in usage.shares.items()},
     )

@@ -89,37 +89,29 @@ uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t
            pack_uint(first, file->first_block) + layout->rows_nbytes;
 }
 
-static RowsOf rows_of(const FileLayout *layout, const ChunkFile *file, uint32_t first_block)
+/* Encrypt or decrypt rows of the slot in place; `seal` is in its header. False: they are spoilt. */
+static bool crypt_slot(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, const FileKey *file_key,
+                       uint8_t *slot, size_t start, size_t stop, uint8_t *seal, bool encrypt)
 {
-    return (RowsOf){
+    size_t first_row = (start - layout->header_nbytes) / ROW;
+    RowsOf of = {
         .context = (const uint8_t *)layout->context,
         .context_nbytes = (size_t)layout->context_nbytes,
         .key = file->key,
         .key_nbytes = file->key_nbytes,
         .first_block = first_block,
     };
+    return crypt_rows(file_key, &of, slot + start, stop - start, first_row, seal + SEAL + TAG * first_row, encrypt) ==
+           num_rows(stop - start);
 }
 
-/* Encrypt the payload in place. Where it fails the payload is as it was, or else the slot is spoilt. */
-static ChunkResult encrypt(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, FileKey *file_key)
+/* Encrypt the payload of a store; or decrypt that of a file which was not written: a second encryption of it would be
+ * served as KV. */
+static bool crypt_payload(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, const FileKey *file_key,
+                          bool encrypt)
 {
-    uint8_t *payload = slot + layout->header_nbytes, *seal = row_digests_in(layout, file, slot);
-    RowsOf of = rows_of(layout, file, file->first_block);
-    if (!new_file_key(layout->ring, seal, file_key))
-        return CHUNK_OTHERWISE;
-    bool good = encrypt_rows(file_key, &of, payload, layout->payload_nbytes, seal + SEAL) ==
-                num_rows(layout->payload_nbytes);
-    return good ? CHUNK_OK : CHUNK_SPOILT;
-}
-
-/* Bring back the payload of a file that was not written: a second encryption of it would be served as KV. */
-static ChunkResult bring_back(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, FileKey *file_key)
-{
-    const uint8_t *tags = row_digests_in(layout, file, slot) + SEAL;
-    RowsOf of = rows_of(layout, file, file->first_block);
-    bool good = decrypt_rows(file_key, &of, slot + layout->header_nbytes, layout->payload_nbytes, 0, tags) ==
-                num_rows(layout->payload_nbytes);
-    return good ? CHUNK_OTHERWISE : CHUNK_SPOILT;
+    return crypt_slot(layout, file, file->first_block, file_key, slot, layout->header_nbytes,
+                      layout->header_nbytes + layout->payload_nbytes, row_digests_in(layout, file, slot), encrypt);
 }
 
 /* The caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
@@ -132,8 +124,10 @@ static ChunkResult finish(const FileLayout *layout, const ChunkFile *file, uint8
         memset(payload, 0, file->first_block * layout->block_nbytes);
         memset(payload + layout->content_nbytes, 0,
                layout->payload_nbytes - layout->content_nbytes);
-        if (layout->ring != NULL)
-            result = encrypt(layout, file, slot, file_key);
+        if (layout->ring != NULL && !new_file_key(layout->ring, row_digests_in(layout, file, slot), file_key))
+            result = CHUNK_OTHERWISE;
+        else if (layout->ring != NULL)
+            result = crypt_payload(layout, file, slot, file_key, true) ? CHUNK_OK : CHUNK_SPOILT;
         else
             digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
     }
@@ -220,8 +214,7 @@ static bool check_tail(const uint8_t *at, const uint8_t *end, const uint8_t *pay
 /* Return the digests of a header that is, byte for byte, the one this chunk should have; else NULL. Only its first
  * block, creator and written_at may be others. What passes here the Python reader would take too; a sound header that
  * is encoded in another way, say with its fields in another order, is left to it. */
-static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot,
-                                   uint32_t *first_block)
+static uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, uint32_t *first_block)
 {
     uint32_t prefix[4];
     uint64_t checksum;
@@ -249,21 +242,19 @@ static const uint8_t *check_header(const FileLayout *layout, const ChunkFile *fi
         (size_t)(end - at) < digests_nbytes ||
         !check_tail(at + digests_nbytes, end, slot + layout->header_nbytes))
         return NULL;
-    return at;
+    return slot + (at - slot);
 }
 
 /* Check the rows from `start` to `stop` of the slot, and decrypt them in place. */
 static bool check_rows(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, uint8_t *slot,
-                       size_t start, size_t stop, const uint8_t *digests)
+                       size_t start, size_t stop, uint8_t *digests)
 {
     size_t first_row = (start - layout->header_nbytes) / ROW;
     if (layout->ring != NULL) {
         FileKey file_key;
-        RowsOf of = rows_of(layout, file, first_block);
         bool good = find_file_key(layout->ring, digests, &file_key) &&
-                    decrypt_rows(&file_key, &of, slot + start, stop - start, first_row,
-                                 digests + SEAL + TAG * first_row) == num_rows(stop - start);
-        forget_file_key(&file_key);
+                    crypt_slot(layout, file, first_block, &file_key, slot, start, stop, digests, false);
+        explicit_bzero(&file_key, sizeof file_key);
         return good;
     }
     bool good = true;
@@ -559,10 +550,10 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     ChunkResult result = finish(layout, file, slot, digested, &file_key);
     if (result == CHUNK_OK) {
         result = publish(layout, file, slot, directory);
-        if (result != CHUNK_OK && layout->ring != NULL)
-            result = bring_back(layout, file, slot, &file_key);
+        if (result != CHUNK_OK && layout->ring != NULL && !crypt_payload(layout, file, slot, &file_key, false))
+            result = CHUNK_SPOILT;
     }
-    forget_file_key(&file_key);
+    explicit_bzero(&file_key, sizeof file_key);
     return result;
 }
 
@@ -609,7 +600,7 @@ ChunkResult chunk_read(const FileLayout *layout, const ChunkFile *file, uint8_t 
         good = read_all(fd, slot, 0, layout->header_nbytes) && read_all(fd, slot, start, stop);
 
     uint32_t first_block;
-    const uint8_t *digests = good ? check_header(layout, file, slot, &first_block) : NULL;
+    uint8_t *digests = good ? check_header(layout, file, slot, &first_block) : NULL;
     if (digests == NULL || !check_rows(layout, file, first_block, slot, start, stop, digests)) {
         close(fd);
         return CHUNK_OTHERWISE;

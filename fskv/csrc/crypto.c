@@ -86,8 +86,6 @@ bool find_file_key(KeyRing *ring, const uint8_t seal[SEAL], FileKey *file_key)
     return there;
 }
 
-void forget_file_key(FileKey *file_key) { explicit_bzero(file_key, sizeof *file_key); }
-
 /* --- rows -------------------------------------------------------------------------------- */
 
 static uint8_t *put_u32(uint8_t *at, size_t value)
@@ -117,8 +115,8 @@ static bool crypt_row(void *cipher, const RowsOf *of, uint8_t *row, size_t nbyte
            (!encrypt || ssl.EVP_CIPHER_CTX_ctrl(cipher, GET_TAG, TAG, tag) == 1);
 }
 
-static size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
-                         uint8_t *tags, bool encrypt)
+size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
+                  uint8_t *tags, bool encrypt)
 {
     size_t done = 0;
     void *cipher = ssl.EVP_CIPHER_CTX_new();
@@ -130,15 +128,4 @@ static size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *row
     }
     ssl.EVP_CIPHER_CTX_free(cipher);
     return done;
-}
-
-size_t encrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, uint8_t *tags)
-{
-    return crypt_rows(file_key, of, rows, nbytes, 0, tags, true);
-}
-
-size_t decrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
-                    const uint8_t *tags)
-{
-    return crypt_rows(file_key, of, rows, nbytes, first_row, (uint8_t *)tags, false);
 }

@@ -45,12 +45,10 @@ bool crypto_load(const char *library);
 bool new_file_key(KeyRing *ring, uint8_t seal[SEAL], FileKey *file_key);
 /* Return whether the ring has the key that a seal names; then derive the file's. */
 bool find_file_key(KeyRing *ring, const uint8_t seal[SEAL], FileKey *file_key);
-void forget_file_key(FileKey *file_key);
 
-/* Encrypt rows in place, and write their tags. The number of rows that were done: all, or libcrypto failed. */
-size_t encrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, uint8_t *tags);
-/* Decrypt rows in place, the first of which is `first_row`. The number of rows that were sound before another one. */
-size_t decrypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
-                    const uint8_t *tags);
+/* Encrypt rows in place and write their tags, or check these and decrypt; the first row is number `first_row`. Returns
+ * how many went well before another one: bytes from there on are of no use. */
+size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
+                  uint8_t *tags, bool encrypt);
 
 #endif

@@ -88,8 +88,8 @@ static PyObject *Keys_encrypt(Keys *self, PyObject *args)
         uint8_t *bytes = (uint8_t *)PyBytes_AS_STRING(seal);
         Py_BEGIN_ALLOW_THREADS
         if (new_file_key(&self->ring, bytes, &file_key))
-            done = encrypt_rows(&file_key, &of, rows.buf, (size_t)rows.len, bytes + SEAL);
-        forget_file_key(&file_key);
+            done = crypt_rows(&file_key, &of, rows.buf, (size_t)rows.len, 0, bytes + SEAL, true);
+        explicit_bzero(&file_key, sizeof file_key);
         Py_END_ALLOW_THREADS
         if (done != num) {
             Py_CLEAR(seal);
@@ -118,12 +118,12 @@ static PyObject *Keys_decrypt(Keys *self, PyObject *args)
         fit = false;
     }
     if (fit) {
-        const uint8_t *bytes = (const uint8_t *)seal;
+        uint8_t *bytes = (uint8_t *)seal; /* read alone */
         Py_BEGIN_ALLOW_THREADS
         if (find_file_key(&self->ring, bytes, &file_key))
-            sound = (Py_ssize_t)decrypt_rows(&file_key, &of, rows.buf, (size_t)rows.len, (size_t)first_row,
-                                             bytes + SEAL + TAG * first_row);
-        forget_file_key(&file_key);
+            sound = (Py_ssize_t)crypt_rows(&file_key, &of, rows.buf, (size_t)rows.len, (size_t)first_row,
+                                           bytes + SEAL + TAG * first_row, false);
+        explicit_bzero(&file_key, sizeof file_key);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&rows);

@@ -39,18 +39,12 @@ class CheckpointFile:
 
         Raises ConfigError if the file ends before.
         """
-        pieces: list[bytes] = []
-        got = 0
-        while got < nbytes:
-            with os_errors(self.path):
-                piece = os.pread(self.fd, nbytes - got, offset + got)
-            if not piece:
-                raise ConfigError(
-                    f"{self.path}: ends after {offset + got} bytes, expected {offset + nbytes}"
-                )
-            pieces.append(piece)
-            got += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        with os_errors(self.path):
+            found = os.pread(self.fd, nbytes, offset)
+        if len(found) < nbytes:
+            end = offset + len(found)
+            raise ConfigError(f"{self.path}: ends after {end} bytes, expected {offset + nbytes}")
+        return found
 
 
 @contextmanager

@@ -331,6 +331,22 @@ class _Planned:
     state: State
     samples: Samples
 
+    def digest(self, first: int) -> bytes:
+        """Return the digest of a batch of samples, from the number `first` on; up to 1 MiB at a time."""
+        part = slice(first, first + _BATCH_SAMPLES)
+        starts, ends = self.samples.starts[part], self.samples.ends[part]
+        found = hashlib.sha256(struct.pack(f"<{2 * len(starts)}Q", *starts, *ends))
+        with open_file(self.path) as file:
+            # Device, inode, size and mtime. A backup's hard link changes the ctime and nothing else.
+            if file.state[:4] != self.state[:4]:
+                raise ConfigError(f"{file.path}: changed while it was read")
+            with contextlib.suppress(OSError):  # advice only
+                # Without it Linux reads ahead: 128 KiB for each 4.
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+            for start, end in zip(starts, ends, strict=True):
+                found.update(file.read(start, end - start))
+        return found.digest()
+
 
 def _fingerprint_weights(paths: list[str]) -> list[list[object]]:
     """Return [size in bytes, digest of the samples] of each file."""
@@ -353,80 +369,47 @@ def _digests(plans: list[_Planned], started_at: float) -> list[str]:
     It is the digest of its batches' digests in their order, so the order of the threads does not matter.
     """
     batches = [
-        _Batch(plan, slice(first, first + _BATCH_SAMPLES))
+        (plan, first)
         for plan in plans
         for first in range(0, len(plan.samples.starts), _BATCH_SAMPLES)
     ]
     whole = {id(plan): hashlib.sha256() for plan in plans}
-    for batch, digest in zip(batches, _in_threads(batches, started_at), strict=True):
-        whole[id(batch.plan)].update(digest)
+    for (plan, _), digest in zip(batches, _in_threads(batches, started_at), strict=True):
+        whole[id(plan)].update(digest)
     return [whole[id(plan)].hexdigest() for plan in plans]
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Consecutive samples of one file: one task of a thread, which holds up to 1 MiB at a time."""
-
-    plan: _Planned
-    part: slice
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.plan.samples.starts[self.part])
-
-    def digest(self) -> bytes:
-        starts, ends = self.plan.samples.starts[self.part], self.plan.samples.ends[self.part]
-        found = hashlib.sha256(struct.pack(f"<{2 * len(starts)}Q", *starts, *ends))
-        with open_file(self.plan.path) as file:
-            # Device, inode, size and mtime. A backup's hard link changes the ctime and nothing else.
-            if file.state[:4] != self.plan.state[:4]:
-                raise ConfigError(f"{file.path}: changed while it was read")
-            with contextlib.suppress(OSError):  # advice only
-                # Without it Linux reads ahead: 128 KiB for each 4.
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
-            for start, end in zip(starts, ends, strict=True):
-                found.update(file.read(start, end - start))
-        return found.digest()
-
-
-def _in_threads(batches: list[_Batch], started_at: float) -> list[bytes]:
+def _in_threads(batches: list[tuple[_Planned, int]], started_at: float) -> list[bytes]:
     """Return the batches' digests, read by up to 16 daemon threads; raise the first error."""
     digests = [b""] * len(batches)
-    errors: list[Exception] = []
+    failed = threading.Event()
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    done: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: a thread ends
+    done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     for i in range(len(batches)):
         todo.put(i)
 
     def work() -> None:
-        try:
-            while not errors:
+        while not failed.is_set():
+            try:
                 i = todo.get_nowait()
-                digests[i] = batches[i].digest()
-                done.put(batches[i].num_samples)
-        except queue.Empty:
-            pass
-        except Exception as error:  # handed to the caller
-            errors.append(error)
-        finally:
-            done.put(None)
+                plan, first = batches[i]
+                digests[i] = plan.digest(first)
+                done.put(None)
+            except queue.Empty:
+                return
+            except Exception as error:  # handed to the caller
+                failed.set()
+                done.put(error)
 
-    num_threads = min(_NUM_THREADS, len(batches))
-    for i in range(num_threads):
+    for i in range(min(_NUM_THREADS, len(batches))):
         threading.Thread(target=work, name=f"fskv-fingerprint-{i}", daemon=True).start()
-    total, read = sum(batch.num_samples for batch in batches), 0
     say_at = started_at + _QUIET_S
-    while num_threads:
-        num = done.get()
-        if num is None:
-            num_threads -= 1
-            continue
-        read += num
+    for num_left in reversed(range(len(batches))):
+        if (error := done.get()) is not None:
+            raise error
         now = time.monotonic()
-        if now >= say_at and read < total:
+        if now >= say_at and num_left:
             say_at = now + _PROGRESS_S
-            spent_s = now - started_at
-            logger.info("fskv: fingerprint: %d of %d samples, %.0f s", read, total, spent_s)
-    if errors:
-        raise errors[0]
+            percent = 100 - 100 * num_left // len(batches)
+            logger.info("fskv: fingerprint: %d %% read, %.0f s", percent, now - started_at)
     return digests

@@ -216,20 +216,15 @@ def _number(text: str) -> Any:
 def shown(value: Any, name: str) -> Json:
     """Return the form of a value in a manifest: words of the engine's own code and numbers as they are."""
     plain = normal(value, name)
-    if plain is None or isinstance(plain, bool | int | float) or _is_word(value):
+    is_word = isinstance(value, Enum) or _is_of_torch(value)
+    if is_word or plain is None or isinstance(plain, bool | int | float):
         return plain
     return f"sha256:{hashlib.sha256(canonical_json(plain)).hexdigest()[:16]}"
 
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, Enum) or _is_of_torch(value)
-
-
 def _is_of_torch(value: Any) -> bool:
-    return (type(value).__module__, type(value).__name__) in {
-        ("torch", "dtype"),
-        ("torch", "device"),
-    }
+    kind = type(value)
+    return kind.__module__ == "torch" and kind.__name__ in {"dtype", "device"}
 
 
 def normal(value: Any, name: str) -> Json:

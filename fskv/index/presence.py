@@ -157,7 +157,7 @@ class PresenceIndex:
         self._seconds_per_key: float | None = None
         self._answers: deque[tuple[_Batch, Findings | None]] = deque()
         self._removed: OrderedDict[Key, _Removal] = OrderedDict()  # oldest first
-        self._num_removals = 0
+        self.num_removals = 0  # calls of mark_removed
         self._quarantined: dict[Key, float] = {}  # -> until when; the oldest first
         self._gate = _native.Guard(True)  # each transfer has one; a probe touches no page
         self._pool = HangProofPool(
@@ -226,7 +226,7 @@ class PresenceIndex:
         size = self._batch_size()
         tasks = []
         for at in range(0, len(chunks), size):
-            batch = _Batch(chunks[at : at + size], now, self._num_removals)
+            batch = _Batch(chunks[at : at + size], now, self.num_removals)
             probe = partial(self._run_probe, batch, missed[at : at + size])
             batch.task = _native.Transfer(probe, True, self._gate)
             tasks.append(batch.task)
@@ -264,8 +264,8 @@ class PresenceIndex:
 
         Older knowledge of them is no HIT any more; see the module docstring. 0.4 us a name.
         """
-        self._num_removals += 1
-        removal = _Removal(self._num_removals, self._clock())
+        self.num_removals += 1
+        removal = _Removal(self.num_removals, self._clock())
         removed = self._removed
         for name in names:
             removed[name] = removal
@@ -288,11 +288,6 @@ class PresenceIndex:
         self._entries.clear()
         self._queued.clear()
         self._quarantined.clear()
-
-    @property
-    def num_removals(self) -> int:
-        """The number of calls of `mark_removed`."""
-        return self._num_removals
 
     @property
     def num_quarantined(self) -> int:
@@ -321,7 +316,7 @@ class PresenceIndex:
 
     def _remember(self, chunk: ChunkId, answer: Answer, ttl_s: float) -> Answer:
         key = (chunk.key_hash, chunk.group_idx)
-        self._entries[key] = _Known(answer, self._clock() + ttl_s, self._num_removals)
+        self._entries[key] = _Known(answer, self._clock() + ttl_s, self.num_removals)
         self._entries.move_to_end(key)
         while len(self._entries) > self._max_known:
             self._entries.popitem(last=False)

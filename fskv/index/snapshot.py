@@ -27,7 +27,6 @@ import errno
 import os
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -128,10 +127,6 @@ class Catalogue:
                 self.take(shard)
         self.taken_at_ns, self._refreshed_at_ns = now_ns, started_ns
         return failed
-
-    def seen(self, shard: int) -> int:
-        """Return the directory mtime a shard was last listed at; 0: it was not there."""
-        return self._dir_mtimes.get(shard, 0)
 
     def take(self, shard: Shard) -> None:
         """Replace the records of a shard."""
@@ -245,42 +240,24 @@ class Catalogue:
         """Fill the catalogue from the snapshot; an OSError or ValueError leaves the catalogue as it was."""
         with regular_file(self.path) as file:
             try:
-                head, records = _read_from(file)
+                taken_at_ns, mtimes, counts, records = _read_from(file)
             except OSError:
                 raise
             except Exception as error:  # whatever a damaged file makes of the values
                 raise ValueError(f"{self.path}: {error}") from error
         sizes = records["nbytes"]  # no more than the walk that they stand for would say
         np.minimum(sizes, np.uint64(most_nbytes(self.namespace)), out=sizes)
-        stops = np.cumsum(head.counts)
-        for idx in np.flatnonzero(head.counts).tolist():
-            self._put(idx, records[stops[idx] - head.counts[idx] : stops[idx]], 0)
-        for idx in np.flatnonzero(head.mtimes).tolist():
-            self._dir_mtimes[idx] = int(head.mtimes[idx])
-        self.taken_at_ns = head.taken_at_ns
+        stops = np.cumsum(counts)
+        for idx in np.flatnonzero(counts).tolist():
+            self._put(idx, records[stops[idx] - counts[idx] : stops[idx]], 0)
+        for idx in np.flatnonzero(mtimes).tolist():
+            self._dir_mtimes[idx] = int(mtimes[idx])
+        self.taken_at_ns = taken_at_ns
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The part before the records of a snapshot, not yet checked against its digest."""
-
-    nbytes: int
-    taken_at_ns: int
-    mtimes_raw: bytes
-    counts_raw: bytes
-    digest: bytes
-
-    @property
-    def counts(self) -> Any:
-        return np.frombuffer(self.counts_raw, "<u4").astype(np.int64)
-
-    @property
-    def mtimes(self) -> Any:
-        return np.frombuffer(self.mtimes_raw, "<i8")
-
-
-def _parse(packed: bytes) -> _Head:
-    """Return the head of a snapshot; a damaged head may raise any exception."""
+def _read_from(file: RegularFile) -> tuple[int, Any, Any, Records]:
+    """Return `taken_at_ns`, `dir_mtimes`, `counts` and records; a damaged file raises any exception."""
+    packed = file.read(_HEAD_NBYTES)
     if not packed.startswith(_HEAD):
         raise ValueError("not a snapshot, or of another version")
     unpacker = msgpack.Unpacker(max_buffer_size=_HEAD_NBYTES)
@@ -289,44 +266,34 @@ def _parse(packed: bytes) -> _Head:
     tree = {unpacker.unpack(): unpacker.unpack() for _ in range(5)}
     if unpacker.unpack() != "records":
         raise ValueError("the records are not its last field")
-    head = _Head(
-        unpacker.tell() + 5,  # "bin 32" and its length
-        int(tree["taken_at_ns"]),
-        bytes(tree["dir_mtimes"]),
-        bytes(tree["counts"]),
-        bytes(tree["digest"]),
-    )
-    if not (len(head.mtimes) == len(head.counts) == NUM_SHARDS):
+    begin = unpacker.tell() + 5  # behind "bin 32" and its length
+    taken_at_ns = int(tree["taken_at_ns"])
+    raw_mtimes, raw_counts = bytes(tree["dir_mtimes"]), bytes(tree["counts"])
+    mtimes = np.frombuffer(raw_mtimes, "<i8")
+    counts = np.frombuffer(raw_counts, "<u4").astype(np.int64)
+    if not (len(mtimes) == len(counts) == NUM_SHARDS):
         raise ValueError("its tables are not those of the directories")
-    nbytes = RECORD.itemsize * int(head.counts.sum())
-    if packed[head.nbytes - 5 : head.nbytes] != b"\xc6" + nbytes.to_bytes(4, "big"):
-        raise ValueError("the records have another length than its counts say")
-    return head
-
-
-def _read_from(file: RegularFile) -> tuple[_Head, Records]:
-    """Parse a snapshot; a damaged one raises any exception."""
-    packed = file.read(_HEAD_NBYTES)
-    head = _parse(packed)
-    num_records = int(head.counts.sum())
+    num_records = int(counts.sum())
+    nbytes = RECORD.itemsize * num_records
     # Before gigabytes of something else are read, or room is made for them.
-    if file.info.st_size != head.nbytes + RECORD.itemsize * num_records:
-        raise ValueError("the file has another length than its counts say")
+    is_told = packed[begin - 5 : begin] == b"\xc6" + nbytes.to_bytes(4, "big")
+    if not is_told or file.info.st_size != begin + nbytes:
+        raise ValueError("the records have another length than its counts say")
     # Memory that is not written to is none: what holes in the file say is refused before it costs any.
     records = np.empty(num_records, RECORD)
     content = records.view(np.uint8).data
-    at = len(packed) - head.nbytes
-    content[:at] = packed[head.nbytes :]
-    possible = _Possible(head.counts)
+    at = len(packed) - begin
+    content[:at] = packed[begin:]
+    possible = _Possible(counts)
     possible.check(records[: at // RECORD.itemsize])
     while at < len(content):
         if not (got := os.readv(file.fd, [content[at : at + _READ_NBYTES]])):
             raise ValueError("the file ends early")
         at += got
         possible.check(records[possible.num_checked : at // RECORD.itemsize])
-    if _digest(head.taken_at_ns, head.mtimes_raw, head.counts_raw, [content]) != head.digest:
+    if _digest(taken_at_ns, raw_mtimes, raw_counts, [content]) != bytes(tree["digest"]):
         raise ValueError("damaged")
-    return head, records
+    return taken_at_ns, mtimes, counts, records
 
 
 class _Possible:

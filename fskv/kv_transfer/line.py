@@ -1,15 +1,14 @@
-"""Settings of vLLM that fskv refuses, or with which it does less. Pure.
+"""Settings of vLLM that fskv refuses. Pure.
 
-`REFUSED` and `LESS` are the only list. The preflight and the workers refuse the settings that they can see.
-`fskv doctor --config` reports those of a server's line. `make reference` writes them into docs/options.md.
-fskv.engines.vllm.refusals has the settings that only vLLM can tell.
+`REFUSED` is the only list. The preflight and the workers refuse the settings that they can see. `fskv doctor
+--config` reports those of a server's line, and others with which fskv does less. `make reference` writes them
+into docs/options.md. fskv.engines.vllm.refusals has the settings that only vLLM can tell.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,6 @@ from fskv.config import StoreConfig
 
 Settings = Mapping[str, Any]  # by their names in Python; what is not known is not there, or None
 
-ROLES = ("kv_producer", "kv_consumer", "kv_both")
-# Of vLLM's KVTransferConfig.
-FIELDS = frozenset(
-    {
-        *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
-        *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
-        "kv_load_failure_policy",
-    }
-)
 # Those that load what vLLM's rule picks of a checkpoint's files.
 PICK_FILES = {"auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "instanttensor"}
 # Not npcache (copies that may be older), ipc_cache (what a daemon has kept), modelexpress, tensorizer (a file
@@ -47,62 +37,26 @@ class Row:
     found: Found
     expected: str
     do: str = "remove it"
-    less: str = "hint"  # how bad it is where the engine starts
-
-    @property
-    def refused(self) -> bool:
-        """Return whether the engine must not start. With others it does, and fskv does less."""
-        return self in REFUSED
-
-    @property
-    def level(self) -> str:
-        """The severity of the finding: `problem`, `warning` or `hint`."""
-        return "problem" if self.refused else self.less
+    level: str = "problem"  # the severity; others are `warning` and `hint`
 
 
-def judge(settings: Settings, store: StoreConfig) -> Iterator[tuple[Row, str]]:
+def judge(settings: Settings, store: StoreConfig, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
     """Yield the rows whose fault these settings have, each with a sentence."""
-    for row in (*REFUSED, *LESS):
+    for row in rows:
         if found := row.found(settings.get(row.setting), settings, store):
             yield row, f"option '{row.setting}': found {found}, expected {row.expected}"
 
 
-def wrong_fields(transfer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field of a `--kv-transfer-config`, or of a child, that vLLM refuses."""
-    extra = transfer.get("kv_connector_extra_config")
-    inner = extra.get("connectors") if isinstance(extra, dict) else None
-    for one in (transfer, *(inner if isinstance(inner, list) else ())):
-        if not isinstance(one, dict):
-            continue
-        role = one.get("kv_role")
-        if role not in ROLES:
-            found = "nothing" if role is None else repr(role)
-            yield f"kv_role: found {found}, expected one of {', '.join(ROLES)}{_near(role, ROLES)}"
-        for name in (each for each in one if each not in FIELDS):
-            more = _near(name, FIELDS)
-            if name in StoreConfig.__dataclass_fields__:
-                more = "; it goes into kv_connector_extra_config"
-            yield f"{name}: found a field that vLLM's --kv-transfer-config does not have{more}"
-
-
-def _near(name: object, known: tuple[str, ...] | frozenset[str]) -> str:
-    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _is(
+def is_set(
     bad: str,
     unless: Callable[[StoreConfig], object] = lambda _store: False,
     *,
     is_default: bool = False,
 ) -> Found:
+    """Return the judge of a setting that is `bad` as a word, `unless` the store makes up for it."""
     words = bad if bad in ("true", "false", "0") else f'"{bad}"'
     words += ", vLLM's default" if is_default else ""
     return lambda value, _, store: words if str(value).lower() == bad and not unless(store) else ""
-
-
-def _adapters_trusted(store: StoreConfig) -> bool:
-    return "lora" in store.trust
 
 
 def _offloading_size(value: Any, settings: Settings, _store: StoreConfig) -> str:
@@ -134,11 +88,6 @@ def _dummy(value: Any, settings: Settings, _store: StoreConfig) -> str:
     return f'"dummy" with quantization {quantization}' if is_dummy and quantization else ""
 
 
-def _bound_of_a_consumer(_value: Any, settings: Settings, store: StoreConfig) -> str:
-    is_one = settings.get("kv_role") == "kv_consumer" and store.max_bytes is not None
-    return f"{store.max_bytes} beside kv_role" if is_one else ""
-
-
 # With these an engine must not start.
 REFUSED = (
     Row(
@@ -161,13 +110,13 @@ REFUSED = (
     ),
     Row(
         "calculate_kv_scales",
-        _is("true"),
+        is_set("true"),
         "false: scales computed from the first requests differ between processes, so their KV cannot be "
         "shared",
     ),
     Row(
         "enable_return_routed_experts",
-        _is("true"),
+        is_set("true"),
         "false: vLLM keeps these outputs in the process that computed them, and a hit of KV from files "
         "would end the engine",
     ),
@@ -185,60 +134,8 @@ REFUSED = (
     ),
     Row(
         "enable_elastic_ep",
-        _is("true", lambda store: store.weights_id),
+        is_set("true", lambda store: store.weights_id),
         "false: a worker that is added has the weights of a running one, which need not be the checkpoint's",
         "remove it, or set the option 'weights_id' to a name",
     ),
-)
-# With these it starts, and fskv does nothing, or less than somebody may think.
-LESS = (
-    Row(
-        "enable_prefix_caching",
-        _is("false"),
-        "true: without it fskv neither loads nor stores",
-        "remove --no-enable-prefix-caching",
-        "problem",
-    ),
-    Row(
-        "enable_lora",
-        _is("true", _adapters_trusted),
-        "an option 'trust' with \"lora\": fskv neither loads nor stores for requests with an adapter",
-        "set 'trust' to [\"lora\"] if an adapter's name never changes its weights",
-    ),
-    Row(
-        "kv_role",
-        _is("kv_consumer"),
-        '"kv_both" where fskv is to store: with this role it only loads',
-        'write "kv_both" unless other engines store',
-    ),
-    Row(
-        "max_bytes",
-        _bound_of_a_consumer,
-        'none: an engine with kv_role "kv_consumer" stores nothing and keeps no bound',
-        "remove it here, and give it to the engines that store",
-        "warning",
-    ),
-    Row(
-        "kv_role",
-        _is("kv_producer"),
-        '"kv_both" where fskv is to load: with this role it only stores',
-        'write "kv_both" unless other engines load',
-    ),
-    Row(
-        "kv_load_failure_policy",
-        _is("fail", is_default=True),
-        '"recompute": fskv sets it, and warns at each start',
-        'write "kv_load_failure_policy": "recompute" beside "kv_connector"',
-    ),
-    Row(
-        "shutdown_timeout",
-        _is("0", is_default=True),
-        "10: vLLM kills an engine that is stopped, and its last chunks are lost",
-        "add --shutdown-timeout 10",
-    ),
-)
-# The settings that are read of a line.
-SETTINGS = (
-    *{row.setting for row in (*REFUSED, *LESS)},
-    *("kv_offloading_backend", "quantization", "block_size"),
 )

@@ -275,12 +275,3 @@ def stores_of(transfer: Mapping[str, Any]) -> list[StoreConfig]:
     if near := difflib.get_close_matches(connector, (OURS, OURS_MULTI), n=1, cutoff=0.8):
         raise ConfigError(f"kv_connector: found {connector!r}, did you mean {near[0]!r}?")
     return [tier_config(tier) for tier in found if tier.get("type") == TIER]
-
-
-def roles_of(transfer: Mapping[str, Any]) -> set[object]:
-    """Return the roles of fskv's connectors in an argument of `stores_of`."""
-    connector = transfer.get("kv_connector")
-    if connector == OURS:
-        return {transfer.get("kv_role")}
-    inner = _mappings(_extra(transfer).get("connectors")) if connector in _GROUPS else ()
-    return {role for child in inner for role in roles_of(child)}

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -88,6 +88,8 @@ class Lookup:
         self._state: RootState | None = None  # by which the admission goes
         self._num_asked = self._num_found = 0  # lookups, since the start
         self._num_loaded = self._num_failed_loads = 0  # of news
+        # `_counts` when the root's last two hours began.
+        self._turns: deque[tuple[int, ...]] = deque([(0,) * 6], maxlen=2)
         self._log = StateLog(root=config.root, of="scheduler")
         self._begun: Counter[int] = Counter()  # stores, by group index
         self._begun_nbytes = 0
@@ -155,7 +157,6 @@ class Lookup:
             health_file=health_file,
         )
         self.capacity.start()
-        self.capacity.wait_for_first_word()
 
     def _say_small_bounds(self, step_nbytes: int) -> None:
         log = StateLog(root=self._config.root)
@@ -238,11 +239,13 @@ class Lookup:
         ):
             admission.receive(sights)
         if capacity.state is not self._state:
-            was_unread = self.unread
+            was_unread, last = self.unread, self._state
             self._state = state = capacity.state
+            if last is not None and state.usage.last_hour != last.usage.last_hour:
+                self._turns.append(self._counts)
             if (unread := self.unread) and not was_unread:
                 self._log.say("written_unread", logging.WARNING, reason=unread)
-            admission.first_sight = state.first_sight
+            admission.first_sight = state.usage.first_sight
             room = state.room
             together = max(1, self._nbytes_together())
             admission.resize(None if room is None else room // together, state.share)
@@ -253,18 +256,28 @@ class Lookup:
         return self._num_asked > 0
 
     @property
+    def _counts(self) -> tuple[int, ...]:
+        """Lookups, those that found a chunk, news of loads, of failed ones; names seen again, and used."""
+        return (
+            *(self._num_asked, self._num_found, self._num_loaded, self._num_failed_loads),
+            *(self.admission.num_seen_again, self.admission.num_used),
+        )
+
+    @property
     def unread(self) -> str:
         """Why what engines stored in the last hour is not loaded, in words; "": it is, or it was little."""
         state = self._state
-        if state is None or not state.is_unread:
+        if state is None or not state.usage.is_unread:
             return ""
+        recent = (now - then for now, then in zip(self._counts, self._turns[0], strict=True))
+        asked, found, loaded, failed, again, used = recent
         if not self.asks:
             why = "this engine never asks for chunks (a kv_producer, or its engine's own cache has all)"
-        elif self._num_failed_loads > self._num_loaded:
+        elif failed > loaded:
             why = "loads fail or are given up: see load_failures"
-        elif self._num_found > self._num_asked // 100:
+        elif found > asked // 100:
             why = "chunks are found, and other engines do not load them"
-        elif self.admission.num_seen_again > self.admission.num_used // 10:
+        elif again > used // 10:
             why = "prompts come back after their chunks were pruned: more room would hold them"
         else:
             why = (
@@ -318,7 +331,7 @@ class Lookup:
         """After so long a use is recorded anew: the leader of the root says it."""
         if self.capacity is None:
             return MAX_TOUCH_INTERVAL_S
-        return self.capacity.state.touch_interval_s
+        return self.capacity.state.usage.touch_interval_s
 
     @property
     def storing(self) -> Mapping[ChunkId, object]:

@@ -154,15 +154,15 @@ class Watch:
 def root_gauges(state: RootState) -> dict[Gauge, float]:
     """Return the last values of the maintenance process."""
     shown: dict[Gauge, float] = {
-        metrics.ROOT_BYTES: float(state.nbytes),
+        metrics.ROOT_BYTES: float(state.usage.nbytes),
         metrics.ROOT_FREE_BYTES: float(state.free),
-        metrics.ROOT_FILES: float(state.files),
+        metrics.ROOT_FILES: float(state.usage.num_files),
         metrics.NAMESPACE_BYTES: float(state.namespace_nbytes),
-        metrics.COUNTED_AT: state.counted_at_ms / 1000,
-        metrics.PRUNED_FILES: float(state.pruned_files),
-        metrics.PRUNED_BYTES: float(state.pruned_nbytes),
-        metrics.ORPHANS_REMOVED: float(state.orphans),
-        metrics.UNREMOVABLE_FILES: float(state.unremovable),
+        metrics.COUNTED_AT: state.usage.at_ms / 1000,
+        metrics.PRUNED_FILES: float(state.usage.pruned_files),
+        metrics.PRUNED_BYTES: float(state.usage.pruned_nbytes),
+        metrics.ORPHANS_REMOVED: float(state.usage.orphans),
+        metrics.UNREMOVABLE_FILES: float(state.usage.unremovable),
         metrics.LEASE_HELD: float(state.holder),
     }
     for bound, (limit, left) in state.bounds.items():

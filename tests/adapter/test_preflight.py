@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from fskv_tools.doctor.configured import FIELDS, ROLES
+from fskv_tools.doctor.settings import SETTINGS
 
 from fskv.errors import ConfigError, RootError
-from fskv.kv_transfer.line import FIELDS, ROLES, SETTINGS
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 

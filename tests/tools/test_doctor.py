@@ -267,7 +267,6 @@ def test_damaged_and_hostile_maintenance_files_are_findings(lab):
     assert not any("did not answer" in line["found"] for line in findings(done))
     engine = Capacity(lab.path, lab.namespace().id, None, Limits())
     engine.start()
-    engine.wait_for_first_word()
     assert levels(here(lab.path), "engines") == [("ok", "1 engine or watcher lives")]
     engine.close()
 

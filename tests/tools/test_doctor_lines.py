@@ -7,10 +7,11 @@ import json
 import pytest
 from fskv_tools.doctor.configured import read
 from fskv_tools.doctor.finding import Level
+from fskv_tools.doctor.settings import LESS
 from fskv_tools.exits import UsageError
 from places import REPOSITORY
 
-from fskv.kv_transfer.line import LESS, REFUSED
+from fskv.kv_transfer.line import REFUSED
 
 ALL = (*REFUSED, *LESS)
 STOPS = "--shutdown-timeout 10"

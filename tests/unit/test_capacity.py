@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from fskv.bounds import client
 from fskv.bounds.client import _HUNG_S, _SILENT_S, Capacity
 from fskv.bounds.eviction_news import EvictionNews
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.limits import Limits, RootState
+from fskv.bounds.limits import Limits, RootState, Usage
 from fskv.bounds.shared_files import SharedFiles
 from fskv.bounds.sights import SightsLog
 from fskv.root.process_id import unique_name
@@ -111,10 +112,19 @@ def told(root):
     capacity = Capacity(root, NAME, None, Limits(), clock=clock)
 
     def tell(**fields):
-        state = {"known": True, "sequence": capacity.state.sequence + 1, **fields}
-        capacity._take_message({"at": time.monotonic(), **asdict(RootState(**state))})
+        of_usage = {"sequence": capacity.state.usage.sequence + 1}
+        of_usage |= {name: fields.pop(name) for name in ("sequence", "kept_free") if name in fields}
+        state = RootState(**{"known": True, "usage": Usage(**of_usage), **fields})
+        capacity._take_message({"at": time.monotonic(), **asdict(state)})
 
     return capacity, tell, clock
+
+
+def ended(made):
+    """Return the start of a process as it is when it has ended."""
+    starting = Future()
+    starting.set_result(made)
+    return starting
 
 
 def store(capacity, nbytes):
@@ -177,7 +187,7 @@ def test_what_a_process_has_not_told_the_next_one_tells(told, monkeypatch):
     tell(counted=6144, seen_written=8192)
     sent = []
     made = SimpleNamespace(send=lambda message: sent.append(message) or True, close=lambda: None)
-    capacity._begin(made)
+    capacity._begin(ended(made))
     capacity._report()
     assert sent[-1] == {"written": 2048, "full": 0, "namespace": NAME}
     capacity._process = None
@@ -190,7 +200,7 @@ def test_while_nobody_counts_one_percent_of_a_bound_is_stored_and_no_more(told):
     tell(**state)
     clock.advance(_SILENT_S - 1)
     assert store(capacity, 20_480) == 20_480  # the control
-    tell(**state, sequence=capacity.state.sequence)  # alive, but the same
+    tell(**state, sequence=capacity.state.usage.sequence)  # alive, but the same
     clock.advance(2)
     assert store(capacity, 1 << 20) == 10_240
     clock.advance(3600)
@@ -367,9 +377,9 @@ def polls_in(seconds):
     return int(seconds) // 5 + 2
 
 
-@pytest.mark.parametrize("limit", [client._MAX_KILLED, 99], ids=["", "negative control"])
+@pytest.mark.parametrize("longest_s", [client._SELDOMEST_S, 0], ids=["", "negative control"])
 def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
-    limit, root, engine, monkeypatch
+    longest_s, root, engine, monkeypatch
 ):
     """As in a call that a dead server never answers: SIGKILL ends none of them."""
     stopped, hung = [], False
@@ -384,7 +394,7 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
         def kill(self):
             self._say_end()
 
-    monkeypatch.setattr(client, "_MAX_KILLED", limit)
+    monkeypatch.setattr(client, "_SELDOMEST_S", longest_s)
     monkeypatch.setattr(client, "MaintenanceProcess", Hangs)
     capacity, clock = engine()
     hung = True
@@ -398,7 +408,7 @@ def test_of_processes_that_a_hung_root_keeps_there_are_a_few_and_it_heals(
             for _ in range(polls_in(_SILENT_S + _HUNG_S + 11)):
                 clock.advance(5)
                 returns_in_time(lambda: capacity.poll() or 1)
-        assert (len(maintenance_processes([os.getpid()])) <= 3) is (limit != 99)
+        assert (len(maintenance_processes([os.getpid()])) <= 3) is bool(longest_s)
         hung = False
     finally:
         for pid in stopped:
@@ -420,10 +430,11 @@ def test_an_interpreter_that_lies_on_a_hung_mount_holds_no_step(engine, monkeypa
             super().__init__(options)
 
     if not on_its_own:
-        monkeypatch.setattr(client, "Starting", lambda start: SimpleNamespace(made=start()))
+        monkeypatch.setattr(client, "started_beside", lambda start: ended(start()))
     capacity, clock = engine()
     monkeypatch.setattr(client, "MaintenanceProcess", Loads)
     capacity._kill_process()
+    wait_for(lambda: not capacity._killed[0].running)
     clock.advance(client._RESTART_S + 1)
     polls = threading.Thread(target=capacity.poll)
     polls.start()

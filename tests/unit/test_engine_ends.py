@@ -157,7 +157,11 @@ serve._END_S = {end_s}
 serve._begin = lambda *how: Hung()
 serve.main()
 """
-    hung = subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=subprocess.DEVNULL)
+    hung = subprocess.Popen(
+        [sys.executable, "-c", program, "--engine", str(os.getpid())],
+        stdin=-1,
+        stdout=subprocess.DEVNULL,
+    )
     hung.stdin.write(msgpack.packb({"health_file": None}) + msgpack.packb({process.END: True}))
     hung.stdin.close()
     try:

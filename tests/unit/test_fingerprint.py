@@ -159,13 +159,13 @@ def test_directories_that_contain_themselves_are_entered_once(model):
 def test_the_order_of_the_threads_does_not_count(model, monkeypatch):
     write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
     before = sampled(model)
-    digest = fingerprint._Batch.digest
+    digest = fingerprint._Planned.digest
 
-    def late(batch):
+    def late(*batch):
         time.sleep(random.random() / 100)
-        return digest(batch)
+        return digest(*batch)
 
-    monkeypatch.setattr(fingerprint._Batch, "digest", late)
+    monkeypatch.setattr(fingerprint._Planned, "digest", late)
     assert {sampled(model) for _ in range(3)} == {before}
     monkeypatch.setattr(fingerprint, "_NUM_THREADS", 1)
     assert sampled(model) == before
@@ -564,7 +564,7 @@ def test_a_long_fingerprint_says_how_far_it_is_and_a_short_one_nothing(model, ca
     sampled(model)
     (message,) = caplog.messages  # the next one would come after 5 s
     assert message.startswith("fskv: fingerprint: ")
-    assert " of 610 samples, " in message
+    assert " % read, " in message
 
 
 def test_threads_end_with_the_fingerprint_and_with_an_error(model, monkeypatch):
@@ -572,10 +572,10 @@ def test_threads_end_with_the_fingerprint_and_with_an_error(model, monkeypatch):
     write_safetensors(model / SHARD, seed=3, num_tensors=300, nbytes=60_000)
     sampled(model)
 
-    def broken(batch):
+    def broken(*batch):
         raise ConfigError("broken")
 
-    monkeypatch.setattr(fingerprint._Batch, "digest", broken)
+    monkeypatch.setattr(fingerprint._Planned, "digest", broken)
     with pytest.raises(ConfigError, match="broken"):
         sampled(model)
     deadline = time.monotonic() + 30

@@ -185,7 +185,8 @@ def test_a_link_that_takes_the_place_of_what_is_shared_leads_no_write_elsewhere(
         follow_links(monkeypatch)
 
     async def steps():
-        maintainer = Maintainer(root, beat(), lease_ttl_s=0.0)
+        maintainer = Maintainer(root, beat())
+        maintainer._lease._ttl_s = 0.0
         await maintainer.try_step()
         os.rename(f"{root}/{SHARED_DIR}", f"{root}/{SHARED_DIR}-away")
         os.symlink(outside, f"{root}/{SHARED_DIR}")
@@ -270,7 +271,7 @@ def leads(root):
     assert lease.renew()
     news = EvictionNews(f"{root}/{SHARED_DIR}")
     sights = SightsLog(f"{root}/{SHARED_DIR}", "0" * 16, "")
-    return leader.Leader(root, files, news, sights, lease, 0o600, 3600.0), files, lease
+    return leader.Leader(root, files, news, sights, lease, 0o600), files, lease
 
 
 def look(one, files):

@@ -88,7 +88,7 @@ def test_an_engine_is_told_the_bounds_that_hold_for_it_and_its_own_at_once():
     own = beat(tenant="t", limits=Limits(60, 300, 25))
     state = root_state(usage, SPACE, own, holder=False)
     assert state.bounds == {"root": (60, 10), "tenant": (25, 5), "free": (700, 100)}
-    assert state.kept_free == 300
+    assert state.usage.kept_free == 300
     assert not root_state(None, SPACE, own, holder=False).known, "nobody has counted yet"
     assert root_state(None, SPACE, beat(), holder=False).known, "no bound is on the sizes"
 
@@ -98,4 +98,4 @@ def test_sums_beyond_64_bits_are_numbers_that_a_message_can_hold():
     usage = Usage(
         namespaces={f"a/m@{n:016x}": (large, large) for n in range(5)}, others=(large, large)
     )
-    assert root_state(usage, SPACE, beat(), holder=False).nbytes == large
+    assert root_state(usage, SPACE, beat(), holder=False).usage.nbytes == large

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import msgpack
 import pytest
@@ -93,6 +94,12 @@ def test_a_bound_holds(engine, tmp_path, bound, holds):
 PRUNED = (b"sixteen bytes so", 7)
 
 
+def ended_at_once(start):
+    made = Future()
+    made.set_result(start())
+    return made
+
+
 class Tells:
     """A maintenance process that says first what was pruned, and then, one by one, what it has seen."""
 
@@ -121,9 +128,8 @@ def test_what_is_pruned_while_a_start_waits_is_told_once_and_a_count_ends_the_wa
     monkeypatch.setattr(client, "MaintenanceProcess", Tells)
     monkeypatch.setattr(client, "_FIRST_WORD_S", 60.0)
     capacity = Capacity(str(tmp_path), "ns", None, Limits())
-    capacity.start()
     begin = time.monotonic()
-    capacity.wait_for_first_word()
+    capacity.start()
     assert time.monotonic() - begin < 30
     assert capacity.state.known
     assert capacity.poll() == [PRUNED]
@@ -161,10 +167,10 @@ def test_a_start_waits_for_a_process_that_is_slow_to_begin(
         now += seconds
 
     monkeypatch.setattr(client, "MaintenanceProcess", Slow)
+    monkeypatch.setattr(client, "started_beside", ended_at_once)
     monkeypatch.setattr(client.time, "sleep", sleep)
     capacity = Capacity(str(tmp_path), "ns", None, Limits(), clock=lambda: now)
     capacity.start()
-    capacity.wait_for_first_word()
     assert now == pytest.approx(waited_s, abs=0.05)
     assert capacity.take(1000) is (tells_s <= waited_s)
 

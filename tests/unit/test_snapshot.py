@@ -17,7 +17,6 @@ import xxhash
 from capacity_lab import age_directories, make_namespace, run, write_chunk
 
 from fskv.bounds.evict import Need, plan
-from fskv.index import scan
 from fskv.index.scan import RECORD, Shard
 from fskv.index.snapshot import Catalogue
 from fskv.root.root import SNAPSHOT_FILE
@@ -35,7 +34,7 @@ def known(namespace, count=30):
 def state(catalogue):
     return (
         [(shard, records.tobytes()) for shard, records in catalogue.shards()],
-        [catalogue.seen(idx) for idx in range(scan.NUM_SHARDS)],
+        dict(catalogue._dir_mtimes),
         catalogue.nbytes,
         catalogue.num_files,
         catalogue.taken_at_ns,
@@ -43,8 +42,9 @@ def state(catalogue):
 
 
 def is_none(catalogue):
-    return catalogue.num_files == catalogue.nbytes == catalogue.taken_at_ns == 0 and not any(
-        catalogue.seen(idx) for idx in range(0, scan.NUM_SHARDS, 64)
+    return (
+        catalogue.num_files == catalogue.nbytes == catalogue.taken_at_ns == 0
+        and not catalogue._dir_mtimes
     )
 
 

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from fskv.index.tally import Count
-
 from ..exits import outcome
 from ..options import JsonOption, NamespaceArgument, RootOption
 from ..root_view import Namespace, RootView, lines
+from ..tally import Count
 from ..terminal import (
     age_option,
     ago,

@@ -14,7 +14,6 @@ from fskv.bounds.evict import Pruned, orphaned
 from fskv.bounds.limits import Limits
 from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
-from fskv.root.process_id import GRACE_S
 from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
 from fskv.sizes import Share, parse_keep_free
@@ -284,7 +283,7 @@ class _Prune:
         """Find, or remove, the parts of the dead. Raises OSError where the root is away."""
         if self.is_chosen:
             return ()
-        return orphaned(self.plan.ours, now_ns, GRACE_S, self.plan.root, delete=delete)
+        return orphaned(self.plan.ours, now_ns, self.plan.root, delete=delete)
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print the plan; returns files and bytes."""

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fskv.kv_transfer.line import SETTINGS
 from fskv.namespace import parse_json
 
 from ..exits import UsageError
 from ..json_file import read_bytes
 from ..terminal import show
+from .settings import SETTINGS
 
 OPTION = "--kv-transfer-config"
 _TRANSFER = "kv_transfer_config"

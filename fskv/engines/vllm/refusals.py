@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from fskv.config import StoreConfig
 from fskv.errors import ConfigError
-from fskv.kv_transfer.line import Settings, judge
+from fskv.kv_transfer.line import REFUSED, Settings, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 def check_settings(vllm_config: VllmConfig, config: StoreConfig) -> None:
     """Raise ConfigError where KV would be served wrongly, or where a hit would end the engine."""
-    for row, sentence in judge(_settings(vllm_config), config):
-        if row.refused:
-            raise ConfigError(f"{sentence}; {row.do}")
+    for row, sentence in judge(_settings(vllm_config), config, REFUSED):
+        raise ConfigError(f"{sentence}; {row.do}")
 
 
 def _settings(vllm_config: VllmConfig) -> Settings:

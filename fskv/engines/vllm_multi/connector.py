@@ -80,15 +80,13 @@ class FskvMultiConnector(MultiConnector):
             logger.error("fskv: %s", error)
             self.shutdown()
             raise
-        self._counters = Counters()
+        self._counters = Counters(*metrics.MULTI_METRICS, labels=self._names)
         self._ids: list[str] = []
         transfers = self._ktc_kv_transfer_config
         for name, child, transfer in zip(self._names, self._connectors, transfers, strict=True):
             self._ids.append(stats_id(name, transfer))
             if isinstance(child, FskvConnector):
                 child.stats_id = self._ids[-1]
-            for metric in metrics.MULTI_METRICS:
-                self._counters.declare(metric, name)
         self._failed_loads = FailedLoads()
         # By request, from its first question until it is admitted: when it first had to wait for a child that
         # might be better, and which of these it goes on without.
