@@ -46,7 +46,7 @@ MEANINGS: dict[str, str] = {
     "epoch": (
         "The weights of one were updated while its engine ran, and KV of other weights is other KV. Engines "
         "that started with these weights do not use it. Engines share an epoch where its update names the "
-        "same source (run and version); a private epoch is of the engine that made it alone."
+        "same source (run and version, or checkpoint); a private epoch is of the engine that made it alone."
     ),
     "model_config": (
         "The configuration shapes KV (RoPE, quantisation, overrides, image processing). Use the same "

@@ -346,7 +346,7 @@ def test_a_worker_s_answer_that_it_does_not_know_its_kv_is_no_refusal(monkeypatc
 
 def test_rows_beyond_two_gib_are_found(make_rig):
     rig = make_rig()
-    used = tier.ChunkKeys([tier.to_chunk(rig.keys(1)[0])], use=0, depths=[0])
+    used = tier.ChunkKeys([rig.tier._manager.chunk_of(rig.keys(1)[0])], use=0, depths=[0])
     (move,) = rig.tier._worker._plan(used, np.array([100_000], np.int32), is_load=False)
     assert move.plan.spans[0].tensor_offset == 100_000 * rig.row_nbytes
 

@@ -18,9 +18,11 @@ import world
 
 pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
 
+import torch
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from fskv.config import StoreConfig
+from fskv.engines.vllm import weights as weights_module
 from fskv.engines.vllm.epochs import Epochs
 from fskv.engines.vllm.manager import FskvManager
 from fskv.engines.vllm.weights import MarkedWeights, Purity, Weights, changing_methods
@@ -30,7 +32,7 @@ pytestmark = world.VLLM
 
 
 class Worker:
-    """A rank's worker; `model` names what its weights are."""
+    """A rank's worker; `model` names what its weights are: "A part on B" has of B what A lacks."""
 
     def __init__(self):
         self.model = "start"
@@ -40,6 +42,8 @@ class Worker:
             parallel_config=parallel,
             weight_transfer_config=None,
             speculative_config=None,
+            model_config=SimpleNamespace(model="/start", revision="v1"),
+            load_config=SimpleNamespace(download_dir="/hub"),
         )
         self._weight_update_active = False
 
@@ -57,9 +61,16 @@ class Worker:
         self._weight_update_active = False
 
     def reload_weights(self, weights_iterator=None, weights_path=None):
-        self.model, self.half_way = self.half_way or weights_path, None
-        if self.model != weights_path:
+        if self.half_way:
+            self.model, self.half_way = self.half_way, None
             raise RuntimeError("no more memory")
+        path, rest = weights_path or "own", self.model.rpartition(" on ")[2]
+        is_part = path.endswith(" part")
+        self.model = f"{path} on {rest}" if is_part else path
+        self.load_weights({"a"} if is_part else {"a", "b"})
+
+    def load_weights(self, names):
+        return names
 
     def sleep(self, level=1):
         if level == 2:
@@ -84,6 +95,7 @@ class Rank:
         self.worker = Extended()
         self.weights = Weights()
         self.weights.watch(self.worker, [self.worker])
+        self.weights._parameters = {"a", "b"}
         self.purity = Purity(self.weights, fixed=False)
 
 
@@ -144,10 +156,11 @@ class Engine:
 
     def act(self, action, name):
         """Do one thing that a trainer or an operator does."""
-        if action == "reload":
+        if action in ("reload", "part"):
+            path = f"/{name} part" if action == "part" else f"/{name}"
             for one in self.ranks:
-                one.worker.reload_weights(weights_path=f"/{name}")
-            self._set_version(action, name)
+                one.worker.reload_weights(weights_path=path)
+            self._set_version()
         elif action == "update":
             if self.ranks[0].worker._weight_update_active:
                 return
@@ -159,7 +172,7 @@ class Engine:
                 one.worker.update_weights(name)
             for one in self.ranks:
                 one.worker.finish_weight_update()
-            self._set_version(action, name)
+            self._set_version()
         elif action == "fails":
             is_reload = self.chance.random() < 0.5
             for one in self.ranks[1:]:
@@ -188,15 +201,16 @@ class Engine:
         else:
             self.reset(connectors=self.chance.random() < 0.5)
 
-    def _set_version(self, action, name):
+    def _set_version(self):
         """Keep the promise of `weights_run`: a version names the weights of the next step with tokens."""
         if self.chance.random() < 0.6:
-            self.version, self.is_new_version = f"{action} {name}", True
+            self.version = str([one.worker.model for one in self.ranks])
+            self.is_new_version = True
         elif self.is_new_version:
             self.version = "default"
 
 
-ACTIONS = ["reload", "update", "fails", "patch", "unseen", "sleep", "reset", "reset"]
+ACTIONS = ["reload", "part", "update", "fails", "patch", "unseen", "sleep", "reset", "reset"]
 
 
 def simulate(seed, num_actions=60):
@@ -208,6 +222,13 @@ def simulate(seed, num_actions=60):
         for _ in range(chance.randrange(8)):
             engine.step(has_tokens=chance.random() < 0.8)
     return engines
+
+
+@pytest.fixture(autouse=True)
+def checkpoints(monkeypatch):
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda name, *_: name)
+    monkeypatch.setattr(weights_module, "checkpoint_state", lambda path: {})
+    monkeypatch.setattr(weights_module, "weights_fingerprint", lambda path, **_: path)
 
 
 def test_no_namespace_gets_kv_of_two_sets_of_weights():
@@ -222,7 +243,7 @@ def simulate_many():
         simulate(seed)
 
 
-@pytest.mark.parametrize("without", ["purity", "unseen", "tie"])
+@pytest.mark.parametrize("without", ["purity", "unseen", "tie", "whole"])
 def test_negative_controls(monkeypatch, without):
     """Each rule is needed: without it some namespace gets KV of two sets of weights."""
     if without == "purity":
@@ -230,6 +251,10 @@ def test_negative_controls(monkeypatch, without):
         monkeypatch.setattr(Purity, "refuses", False)
     elif without == "unseen":
         monkeypatch.setattr(Epochs, "on_reset", lambda self, counts: None)
+    elif without == "whole":
+        monkeypatch.setattr(
+            Weights, "_changed", property(lambda _: set(), lambda *_: None), raising=False
+        )
     else:
         name = Epochs._name_weights
 
@@ -257,12 +282,35 @@ def test_a_rank_that_failed_leaves_the_engine_at_rest_until_all_have_succeeded()
     engine.ranks[1].worker.finish_weight_update()
     one_update(engine, "reload")
     assert engine.epochs.resting == ""
-    named = {"model": {"run": "run", "version": "reload A"}}
-    assert engine.sources[engine.epochs.number] == named
+    assert engine.sources[engine.epochs.number] == {"model": {"checkpoint": "/A"}}
+
+
+@pytest.mark.parametrize(("first", "second"), [("/A", "/A"), ("/A", "/B"), ("/A", None)])
+def test_a_checkpoint_names_weights_only_where_all_ranks_have_loaded_it(first, second):
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {}, run=None)
+    for one, path in zip(engine.ranks, (first, second), strict=True):
+        if path:
+            one.worker.reload_weights(weights_path=path)
+    engine.reset()
+    for _ in range(4):
+        engine.step()
+    assert ("model" in engine.sources[engine.epochs.number]) is (first == second)
+
+
+@pytest.mark.parametrize("was_unseen", [True, False])
+def test_a_checkpoint_names_no_weights_that_were_changed_behind_vllm_s_back(was_unseen):
+    """It may lack what was changed."""
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {}, run=None)
+    for action in ["unseen"] * was_unseen + ["part"]:
+        one_update(engine, action)
+    assert ("model" in engine.sources[engine.epochs.number]) is not was_unseen
 
 
 @pytest.mark.parametrize("why", ["a draft", "a patch", "a loss", "a part that failed", ""])
-def test_weights_that_a_version_may_not_tell_are_named_by_none(why):
+@pytest.mark.parametrize("is_reload", [True, False])
+def test_weights_that_a_name_may_not_tell_are_named_by_none(why, is_reload):
     chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
     engine = Engine(chance, {})
     for one in engine.ranks:
@@ -271,9 +319,12 @@ def test_weights_that_a_version_may_not_tell_are_named_by_none(why):
             worker.vllm_config.speculative_config = object()
         if why == "a patch":
             worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="sparse_nccl")
-        worker.start_weight_update()
-        worker.update_weights("A")
-        worker.finish_weight_update()
+        if is_reload:
+            worker.reload_weights(weights_path="/A")
+        else:
+            worker.start_weight_update()
+            worker.update_weights("A")
+            worker.finish_weight_update()
         if why == "a loss":
             worker.sleep(2)
         if why == "a part that failed":
@@ -302,6 +353,24 @@ def test_a_reset_that_left_vllm_s_own_cache_begins_no_epoch_of_what_is_in_it():
         engine.step()
     assert engine.epochs.resting == ""
     assert "private" in engine.sources[engine.epochs.number]
+
+
+def test_a_reload_of_the_engine_s_own_checkpoint_is_of_its_revision_and_place(monkeypatch):
+    places = {("/start", "v1", "/hub"): "/hub/1", ("/other", None, "/hub"): "/other"}
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: places[asked])
+    rank = Rank()
+    rank.worker.reload_weights()
+    assert rank.weights.checkpoint == "/hub/1"
+    rank.worker.reload_weights(None, "/other")
+    assert rank.weights.checkpoint == "/other"
+    with pytest.raises(TypeError):
+        rank.worker.reload_weights(None, "/other", False)
+    assert rank.weights.checkpoint == ""
+    # The hub's name leads elsewhere while it is loaded.
+    found = iter(["/hub/1", "/hub/2"])
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: next(found))
+    rank.worker.reload_weights()
+    assert rank.weights.checkpoint == ""
 
 
 class Base:
@@ -358,6 +427,55 @@ def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):
         assert told.is_steady is weights.is_steady is not fails
     assert told.counts == (3, 0)
     assert mark.read_bytes() == b"xxx..."
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def load_weights(self, names):
+        if names == "fails":
+            raise RuntimeError("connection lost")
+        return names if names is None else set(names)
+
+
+class Loading(Extended):
+    """A worker that loads a checkpoint as vLLM does: through its model, which tells what it has loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.loading = Model()
+
+    def reload_weights(self, weights_iterator=None, weights_path=None):
+        self.loading.load_weights(self.has)
+
+
+@pytest.mark.parametrize(
+    ("before", "has", "names_them"),
+    [
+        ([], "a", True),
+        (["ab"], "ab", True),
+        (["ab"], "a", False),
+        (["a"], "a", True),
+        (["patch"], "ab", True),
+        (["patch"], "a", False),
+        (["fails"], "ab", True),
+        (["fails"], "a", False),
+        (["ab", "a"], "ab", True),
+        ([], None, False),
+    ],
+)
+def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_changed(
+    before, has, names_them
+):
+    worker, weights = Loading(), Weights()
+    weights.watch(worker, [worker, worker.loading])
+    for what in (*before, has):
+        worker.has = what
+        with contextlib.suppress(RuntimeError):
+            worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
+    assert bool(weights.checkpoint) is names_them
 
 
 def test_no_request_waits_for_ever_where_the_reasons_of_a_rest_alternate(tmp_path):

@@ -36,6 +36,7 @@ from engine_lab import (
     start_engine,
     tier,
 )
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 needs_vllm()
@@ -121,10 +122,9 @@ def conversation(root, weights, updates, num_prompts):
         across = named(number, "across", 3)
         steps.append({"add": across, "max_tokens": 40})
         steps.append({"damage": root, "part": 0.2, "seed": number})
-        which = (number + 1) % 2
-        update = [reload(weights[which]), {"version": str(which)}]
+        update = reload(weights[(number + 1) % 2])
         abort, finish, preempt = {"abort": list(across)}, {"finish": True}, {"preempt": True}
-        steps += [[abort, *update], [*update, preempt, finish], [*update, finish]][number % 3]
+        steps += [[abort, update], [update, preempt, finish], [update, finish]][number % 3]
         steps += [RESET, *answer(number, "first", num_prompts)]
         steps += [RESET, *answer(number, "again", max(2, num_prompts // 5))]
     return steps
@@ -150,8 +150,7 @@ def wrong(result, truth):
     ("updates", "num_prompts"), [(3, 10), pytest.param(100, 25, marks=pytest.mark.slow)]
 )
 def test_no_answer_after_an_update_is_of_other_weights(root, weights, truth, updates, num_prompts):
-    steps = conversation(root, weights, updates, num_prompts)
-    result = an_engine(steps, root, path=weights[0], options={"weights_run": "r"})
+    result = an_engine(conversation(root, weights, updates, num_prompts), root, path=weights[0])
     count, bad = wrong(result, truth)
     assert bad == []
     assert count >= num_prompts * (updates + 1)
@@ -168,6 +167,36 @@ def test_control_without_epochs_in_the_identity_wrong_tokens_are_served(root, we
     steps = conversation(root, weights, 2, 10)
     result = an_engine(steps, root, path=weights[0], changes={"one_epoch": None})
     assert wrong(result, truth)[1]
+
+
+def test_another_engine_that_loaded_the_same_checkpoint_shares_and_one_of_the_start_does_not(
+    root, weights
+):
+    steps = [reload(weights[1]), RESET, OPENED, ask(TEXT, "text"), *SETTLE]
+    one, other = (generates(an_engine(steps, root, path=weights[0]))["text"] for _ in range(2))
+    assert (one["num_cached_tokens"], other["num_cached_tokens"]) == (0, 4 * CHUNK_TOKENS)
+    assert one["tokens"] == other["tokens"]
+    start = generates(an_engine([ask(TEXT, "text")], root, path=weights[0]))["text"]
+    assert start["num_cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_checkpoint_of_a_part_of_the_weights_names_them_only_where_it_holds_all_that_changed(
+    root, weights, tmp_path, twice
+):
+    """VLLM leaves what it does not hold as it was: here, as the checkpoint before it had it."""
+    part = tmp_path / "part"
+    shutil.copytree(weights[0], part)
+    tensors = load_file(part / "model.safetensors")
+    some = {name: tensor for name, tensor in tensors.items() if "layers.0" not in name}
+    save_file(some, part / "model.safetensors", metadata={"format": "pt"})
+    between = [] if twice else [reload(weights[1]), RESET, OPENED]
+    steps = [reload(str(part)), RESET, OPENED, ask(TEXT, "first"), *SETTLE, *between]
+    steps += [reload(str(part)), RESET, OPENED, ask(TEXT, "again")]
+    with_files = generates(an_engine(steps, root, path=weights[0]))["again"]
+    without = generates(an_engine(steps, path=weights[0]))["again"]
+    assert with_files["tokens"] == without["tokens"]
+    assert (with_files["num_cached_tokens"] > 0) is twice
 
 
 # --- an update without a reset of vLLM's own cache --------------------------------------------

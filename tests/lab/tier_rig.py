@@ -248,7 +248,7 @@ class Rig:
         )
 
     def path(self, key, rank=0):
-        chunk = tier.to_chunk(key)
+        chunk = self.tier._manager.chunk_of(key)
         from fskv.namespace import chunk_path
 
         rank_in_name = rank if self.num_ranks > 1 else None

@@ -56,6 +56,7 @@ class Epochs:
         self._cache_at_reset = -1  # of the connectors
         self._is_unexplained = False  # that reset, as yet: no update came before it
         self._is_unseen = False  # nothing explained one: weights were changed behind vLLM's back
+        self._was_unseen = False  # so no checkpoint tells what it has left
         # The ranks' counts at the last reset, or when all were ready since.
         self._accounted: Mapping[int, Counts] = dict.fromkeys(self._told, (0, 0))
         self.number = 0  # of the present epoch; 0 is the engine's start
@@ -120,6 +121,7 @@ class Epochs:
             self.number += 1
             self._sources = self._name_weights()
             self._changes = {rank: one.counts[0] for rank, one in self._told.items()}
+            self._was_unseen |= self._is_unseen
             self._is_unseen = False
 
     def take_opened(self) -> NamespaceDir | None:
@@ -135,7 +137,12 @@ class Epochs:
         return any(one.counts[0] != self._changes[rank] for rank, one in self._told.items())
 
     def _name_weights(self) -> dict[str, Json]:
-        """Return the name of the weights: a version that came with the change of all ranks, or a new one."""
+        """Return the name of the weights: that of the checkpoint which all ranks have loaded, a version that
+        came with the change of all, or a new one.
+        """
+        checkpoint, *others = {one.checkpoint for one in self._told.values()}
+        if checkpoint and not (others or self._is_unseen or self._was_unseen):
+            return {"model": {"checkpoint": checkpoint}}
         steps = {one.step for one in self._told.values()}
         is_named = self._run is not None and self._version not in (None, "default")
         if is_named and not self._is_unseen and steps == {self._version_step}:

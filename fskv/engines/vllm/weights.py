@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import pkgutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fskv.errors import ConfigError
+from fskv.identity.checkpoint_place import checkpoint_place, commit_of
+from fskv.identity.fingerprint import checkpoint_state, weights_fingerprint
+
 if TYPE_CHECKING:
     from fskv.root.root import NamespaceDir
+
+logger = logging.getLogger(__name__)
 
 # A method of a worker, its runner or its models may change weights if one of these words is in its name ...
 _CHANGES = {"weight", "weights", "param", "params", "parameter", "parameters", "load", "reload"}
@@ -32,6 +40,7 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 # Take the pages of the KV cache away.
 _LOSE_PAGES = {"sleep", "discard"}
 
+_Checkpoint = tuple[str, dict[str, tuple[int, ...]]]  # its place, and the states of its files
 Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
 
 NOT_RESET = (
@@ -47,10 +56,11 @@ class Served:
     cache: int = 0  # the number of vLLM's prefix cache
     doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
     counts: Counts = (0, 0)
-    # The first with tokens after the last change; None: no version may name that.
+    # The first with tokens after the last change; None: nothing may name that.
     step: int | None = None
     epoch: int = 0
     namespace: NamespaceDir | None = None  # the epoch's; None: the start's
+    checkpoint: str = ""  # see Weights
 
 
 class Weights:
@@ -59,7 +69,12 @@ class Weights:
     def __init__(self) -> None:
         self.counts: Counts = 0, 0
         self.method = ""  # that changed the weights last
-        self.has_version = False  # whether vLLM's `weight_version` may name the last change
+        self.has_name = False  # whether a version or a checkpoint may name the last change
+        self.checkpoint = ""  # the fingerprint of the one that tells the weights; "": none does
+        # Names of parameters: of all, of those that changes may have changed, and that the last one loaded.
+        self._parameters: set[str] = set()
+        self._changed: set[str] = set()
+        self._loaded: set[str] = set()
         self._num_running = 0
         self._num_open = 0  # changes since one ended well
         self._worker: Any = None
@@ -87,6 +102,8 @@ class Weights:
         extension = getattr(worker.vllm_config.parallel_config, "worker_extension_cls", "")
         added = pkgutil.resolve_name(extension) if extension else None
         for owner in owners:
+            if isinstance(owner, torch.nn.Module):
+                self._parameters |= dict(owner.named_parameters()).keys()
             for name in changing_methods(type(owner), added):
                 setattr(owner, name, self._noting(getattr(owner, name), name))
 
@@ -96,9 +113,17 @@ class Weights:
             with self._lock:
                 is_change = not self._num_running and self._begin(name, [*args, *kwargs.values()])
                 self._num_running += 1
-            is_good = False
+            is_good, before = False, None
             try:
+                if is_change and name == "reload_weights":
+                    before = self._checkpoint(*args, **kwargs)
                 found = method(*args, **kwargs)
+                if name == "load_weights" and isinstance(found, set):
+                    self._loaded |= found
+                if before is not None and self._loaded:
+                    self._name(before, lambda: self._checkpoint(*args, **kwargs))
+                elif is_change:
+                    self._changed = self._parameters
                 is_good = True
             finally:
                 with self._lock:
@@ -116,17 +141,18 @@ class Weights:
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
             return False
         config = self._worker.vllm_config
-        # A version may not tell a draft's weights. A patch is added to weights that another engine may not
-        # have. After the words here the weights are nothing that a version could name.
+        # A name may not tell a draft's weights. A patch is added to weights that another engine may not
+        # have. After the words here the weights are nothing that has a name.
         transfer = getattr(config, "weight_transfer_config", None)
         is_patch = "sparse" in str(getattr(transfer, "backend", ""))
         is_loss = words & {"sleep", "discard", "reset"}
-        self._change(name, has_version=not (config.speculative_config or is_patch or is_loss))
+        self._change(name, has_name=not (config.speculative_config or is_patch or is_loss))
         return True
 
-    def _change(self, method: str, *, has_version: bool) -> None:
+    def _change(self, method: str, *, has_name: bool) -> None:
         self.counts = self.counts[0] + 1, self.counts[1]
-        self.method, self.has_version = method, has_version
+        self.method, self.has_name = method, has_name
+        self.checkpoint, self._loaded = "", set()
         self._num_open += 1
         self._tell(b"x")
 
@@ -134,12 +160,47 @@ class Weights:
         self._num_running -= 1
         if not is_good:  # nobody knows the weights
             if not self._num_open:
-                self._change(name, has_version=False)
-            self.has_version = False
+                self._change(name, has_name=False)
+            self.has_name, self.checkpoint, self._changed = False, "", self._parameters
         elif is_change:
             with suppress(OSError):
                 self._tell(b"." * self._num_open)
             self._num_open = 0
+
+    def _checkpoint(
+        self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
+    ) -> _Checkpoint | None:
+        """Return what `reload_weights` loads, the engine's own checkpoint or that of a path; None: none."""
+        config = self._worker.vllm_config
+        name, revision = weights_path, None
+        if not name:
+            name, revision = config.model_config.model, config.model_config.revision
+        with suppress(ConfigError, OSError):
+            if not (weights_iterator or more or any(options.values())):
+                place = checkpoint_place(str(name), revision, config.load_config.download_dir)
+                return place, checkpoint_state(place)
+        return None
+
+    def _name(self, before: _Checkpoint, now: Callable[[], _Checkpoint | None]) -> None:
+        """Name the weights by the checkpoint that they were loaded from, if it tells them.
+
+        One that lacks what earlier changes may have changed does not.
+        """
+        is_told = self.has_name and self._loaded >= self._changed
+        self._changed = self._changed | self._loaded
+        if not is_told:
+            return
+        begin, (place, _) = time.monotonic(), before
+        try:
+            found = weights_fingerprint(place, revision_commit=commit_of(place))
+        except (ConfigError, OSError) as error:
+            logger.warning("fskv: the new weights have no name: %s", error)
+            return
+        if now() == before:
+            self.checkpoint = found
+        told = self.checkpoint or "changed while it was loaded"
+        took_s = time.monotonic() - begin
+        logger.info("fskv: the fingerprint of %s took %.1f s: %s", place, took_s, told)
 
     def _tell(self, told: bytes) -> None:
         for fd in self._marks:
@@ -150,7 +211,8 @@ class MarkedWeights:
     """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
 
     method = "in a worker"
-    has_version = False
+    has_name = False
+    checkpoint = ""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -219,8 +281,9 @@ class Purity:
 
     def take_news(self) -> Served | None:
         """Return the state of the last step if it is not the one that was told last."""
-        step = self._step if self.weights.has_version else None
-        now = Served(self._cache, self.doubt, self._seen, step, self.epoch, self._namespace)
+        step = self._step if self.weights.has_name else None
+        served, checkpoint = (self.epoch, self._namespace), self.weights.checkpoint
+        now = Served(self._cache, self.doubt, self._seen, step, *served, checkpoint)
         told, self._told = self._told, now
         return None if told == now else now
 
