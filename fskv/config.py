@@ -103,7 +103,8 @@ class StoreConfig:
         "A name of the training run that updates this engine's weights. Your promise: within the run equal "
         "values of vLLM's `weight_version` mean equal weights, and the version is set between an update and "
         "the next request. Then engines with the same version share, and find it again. Without it the KV "
-        "after an update is this engine's alone.",
+        "after an update is this engine's alone, unless a checkpoint names it. With speculative decoding "
+        "nothing names it.",
         "A trainer sets `weight_version` with each update.",
     )
     weights_fixed: bool = option(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fskv.data_path.job import FileMove, JobResult
 from fskv.observe import metrics
@@ -64,8 +64,7 @@ class BlockingStore:
         self._jobs: dict[int, _Job] = {}  # that somebody waits for
         self._closed = False
         self._num_stops = 0  # a call that one comes in between finds, loads and stores nothing
-        self._is_opening = False  # the namespace of new weights
-        self._opener = Opener[int, Any](lambda _: kv.opened({"private": secrets.token_hex(16)}))
+        self._opener = Opener(lambda _: kv.opened({"private": secrets.token_hex(16)}))
         self._thread = threading.Thread(target=self._run, name="fskv-step", daemon=True)
         self._thread.start()
 
@@ -173,7 +172,6 @@ class BlockingStore:
         with self._changed:
             if self._kv.watch.resting:
                 self._kv.watch.resting = OPENING
-                self._is_opening = True
                 self._changed.notify_all()
 
     def with_store(self, call: Callable[[KvStore], None]) -> None:
@@ -201,7 +199,6 @@ class BlockingStore:
 
     def _halt(self, stop: Callable[[], None]) -> None:
         self._num_stops += 1
-        self._is_opening = False
         stop()
         self._changed.notify_all()
 
@@ -261,10 +258,14 @@ class BlockingStore:
                 idle_s = _OPENING_STEP_S if self._is_opening else _IDLE_STEP_S
                 self._changed.wait(_STEP_S if self._num_waiting else idle_s)
 
+    @property
+    def _is_opening(self) -> bool:
+        """Whether the namespace of new weights is being opened."""
+        return self._kv.watch.resting == OPENING
+
     def _take_opened(self) -> None:
         opened = self._opener.take(self._num_stops) if self._is_opening else None
         if opened is not None:
-            self._is_opening = False
             self._kv.move(*opened)
 
     def _step(self) -> None:

@@ -28,7 +28,7 @@ from fskv.index.presence import RankFiles
 from fskv.namespace import Identity, Json, layout_digest
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup, patience
-from fskv.offload.mover import Memory, Mover, News
+from fskv.offload.mover import Memory, Mover, News, Opened
 from fskv.offload.uses import Uses
 from fskv.offload.watch import Watch
 from fskv.root.key_file import hidden
@@ -237,15 +237,12 @@ class KvStore:
         self._halt()
         self._log.say("weights_in_doubt", reason=reason)
 
-    def opened(self, epoch: Mapping[str, Json]) -> tuple[NamespaceDir, ChunkStore[Any]]:
+    def opened(self, epoch: Mapping[str, Json]) -> Opened:
         """Open the namespace of new weights, for `move`. Any thread; raises FskvError. See Identity.epoch."""
         identity = replace(self._identity, epoch=epoch)
-
-        def open_() -> NamespaceDir:
-            return Root.of(self._config, create=False).open_namespace(identity)
-
-        directory = open_()
-        return directory, self.mover.opened(directory, open_)
+        return self.mover.opened(
+            lambda: Root.of(self._config, create=False).open_namespace(identity)
+        )
 
     def move(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
         """Use another namespace from now on, which ends a rest."""

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # KV memory: int8 (blocks, bytes of a page or more), or blocks without gaps.
 Memory: TypeAlias = "torch.Tensor | memoryview"
+Opened: TypeAlias = tuple[NamespaceDir, ChunkStore[Any]]
 
 # Running stores may take this long when the engine stops; then they are left.
 _CLOSE_S = 5.0
@@ -76,15 +77,7 @@ class News:
     unhealthy: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.stored
-            or self.not_stored
-            or self.failed_loads
-            or self.written_nbytes
-            or self.loaded_nbytes
-            or self.no_space
-            or self.unhealthy
-        )
+        return self != News()
 
     def merged(self, other: News) -> News:
         """Return the news of both as one."""
@@ -248,13 +241,15 @@ class Mover:
         refused |= self._stopped
         self._runner.submit_load(job_id, files, ready, allowed_s, refused=refused)
 
-    def opened(self, directory: NamespaceDir, restore: Callable[[], object]) -> ChunkStore[Any]:
-        """Return the store of another namespace with the same layouts, for `move_to`. Any thread; raises
-        RootError.
+    def opened(self, open_: Callable[[], NamespaceDir]) -> Opened:
+        """Open another namespace with the same layouts, and its store for `move_to`. Any thread; raises
+        FskvError.
         """
-        return ChunkStore(
-            directory, self._layouts, self._transport, restore=restore, keys=self._keys
+        directory = open_()
+        store = ChunkStore(
+            directory, self._layouts, self._transport, restore=open_, keys=self._keys
         )
+        return directory, store
 
     def move_to(self, store: ChunkStore[Any]) -> None:
         """Give up all jobs, and use another namespace from now on, also after `stop`. The lookup must

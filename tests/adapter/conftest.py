@@ -23,9 +23,12 @@ def handshake():
     """Make what a worker tells of itself: `handshake(rank, num_ranks, **fields)`."""
     pytest.importorskip("vllm", reason="the adapter needs the vllm environment: make test")
     from fskv.engines.vllm.manager import FskvHandshake
+    from fskv.root.root import NamespaceDir
 
     def make(rank=0, num_ranks=1, **fields):
-        plain = FskvHandshake(rank, num_ranks, 2, "/nowhere/a/b@c", b"d", 0o700, 0o600, {0: 4096})
+        directory = NamespaceDir("/nowhere/a/b@c", b"d", 0o700, 0o600)
+        file_ranks = (rank if num_ranks > 1 else None,)
+        plain = FskvHandshake(rank, num_ranks, 2, directory, {0: 4096}, file_ranks)
         return replace(plain, **fields)
 
     return make

@@ -135,12 +135,9 @@ def test_exactly_one_of_the_ranks_with_the_same_bytes_writes_a_chunk():
 
 
 def test_a_lookup_asks_for_every_slice_once(make_manager, handshake):
-    def asked(*canonical_ranks):
-        num = len(canonical_ranks)
-        workers = [
-            handshake(rank, num, canonical_ranks=ranks)
-            for rank, ranks in enumerate(canonical_ranks)
-        ]
+    def asked(*file_ranks):
+        num = len(file_ranks)
+        workers = [handshake(rank, num, file_ranks=one) for rank, one in enumerate(file_ranks)]
         manager = make_manager(workers=workers)
         with pytest.MonkeyPatch.context() as patch:
             seen = []
@@ -154,8 +151,7 @@ def test_a_lookup_asks_for_every_slice_once(make_manager, handshake):
     assert asked((0, 1), (2, 3)) == ["r0.kv", "r1.kv", "r2.kv", "r3.kv"]
     assert asked((0,), (0,), (1,), (1,)) == ["r0.kv", "r1.kv"]
     assert asked((None,), (None,)) == ["kv"]
-    assert asked(None, None) == ["r0.kv", "r1.kv"], "without canonical_layout"
-    assert asked(None) == ["kv"]
+    assert asked((0,), (1,)) == ["r0.kv", "r1.kv"], "without canonical_layout"
 
 
 @pytest.mark.parametrize(("layout", "certified"), [(None, True), ("LBNHC", False), ("LBNHC", True)])

@@ -25,6 +25,7 @@ from fskv.engines.vllm import places
 from fskv.engines.vllm.files import own_files
 from fskv.engines.vllm.identity import engine_groups
 from fskv.engines.vllm.manager import ChunkKeys
+from fskv.engines.vllm.weights import Purity, Weights
 from fskv.engines.vllm.worker import FskvWorker
 from fskv.errors import ConfigError, RestError
 from fskv.root.root import Root
@@ -68,6 +69,7 @@ class Trip:
         config = StoreConfig.from_mapping({"root": str(root), **options})
         space = Root.open(str(root), create=True).open_namespace(make_identity())
         how = {"open_namespace": lambda epoch: None, "rank": 0, "world_size": 1}
+        how["purity"] = Purity(Weights(), fixed=True)
         self.worker = FskvWorker(config, groups, files, space, **how)
         self.keys = ChunkKeys([ChunkId(b"k" * 32, group.spec.group_idx) for group in groups])
 

@@ -171,7 +171,7 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
     mark.touch()
     loaded.watch_weights(str(mark))
     assert [getattr(worker, name)() for name in READ] == READ
-    assert not loaded.weights.num_changes
+    assert loaded.weights.counts == (0, 0)
     assert mark.stat().st_size == 0
     if through == "runner":
         assert worker.model_runner.reload_weights("there") == "runner there"
@@ -180,7 +180,7 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
         assert model.load_weights("given") == "model given"
     else:
         assert getattr(worker, through)() == through
-    assert loaded.weights.num_changes == 1
+    assert loaded.weights.counts[0] == 1
     assert mark.read_bytes() == b"x."  # what a tier looks at
 
 
@@ -204,7 +204,7 @@ def test_pages_that_are_taken_away_are_lost_and_weights_with_them_but_for_a_ligh
     weights = find_loaded(config).weights
     find_loaded(config).watch_weights()
     getattr(worker, name)(**kwargs)
-    assert (weights.num_changes, weights.num_lost) == counts
+    assert weights.counts == counts
 
 
 def test_the_methods_of_vllm_s_workers_that_change_weights_are_found_by_their_names():

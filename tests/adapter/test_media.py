@@ -101,26 +101,23 @@ def test_media_whose_embeddings_correct_positions_are_left_out():
     ("changes", "options", "most"),
     [
         ({}, {}, None),
-        ({"mm_features": [medium()]}, {}, 40),
-        ({"mm_features": [medium()]}, {"trust": ["media"]}, None),
-        ({"mm_features": [medium()], "lora_request": "adapter"}, {"trust": ["media"]}, 0),
-        ({"prompt_embeds": torch.zeros(1)}, {}, 0),
-        ({"prompt_embeds": torch.zeros(1)}, {"trust": ["media"]}, 0),
-        ({"resumable": True}, {}, 0),
-        ({"resumable": True}, {"trust": ["media"]}, 0),
-        ({"lora_request": "adapter"}, {}, 0),
+        ({"mm_features": [medium()]}, {}, (40, 40)),
+        ({"mm_features": [medium()]}, {"trust": ["media"]}, (math.inf, 40)),
+        ({"mm_features": [medium()], "lora_request": "adapter"}, {"trust": ["media"]}, (0, 0)),
+        ({"prompt_embeds": torch.zeros(1)}, {}, (0, 0)),
+        ({"prompt_embeds": torch.zeros(1)}, {"trust": ["media"]}, (0, 0)),
+        ({"resumable": True}, {}, (0, 0)),
+        ({"resumable": True}, {"trust": ["media"]}, (0, 0)),
+        ({"lora_request": "adapter"}, {}, (0, 0)),
         ({"lora_request": "adapter"}, {"trust": ["lora"]}, None),
     ],
 )
 def test_requests_whose_kv_has_no_name_are_left_out(monkeypatch, changes, options, most):
     limits = {}
-    manager = SimpleNamespace(
-        limit_request=limits.__setitem__, limit_after_update=lambda req_id, most: None
-    )
+    manager = SimpleNamespace(limit_request=lambda req_id, *most: limits.update({req_id: most}))
     monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda *_: None)
     monkeypatch.setattr(FskvConnector, "_manager", manager)
     connector = FskvConnector.__new__(FskvConnector)
-    connector._epochs = SimpleNamespace(number=0)
     store = StoreConfig.from_mapping({"root": "/kv", **options})
     connector._setup = SimpleNamespace(config=store, vllm_config=config())
     fields = {"mm_features": [], "prompt_embeds": None, "resumable": False, "lora_request": None}

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from fskv.engines.vllm.manager import FskvHandshake, FskvManager
 from fskv.engines.vllm.plugin import register
 from fskv.kv_transfer.options import store_config
+from fskv.root.root import NamespaceDir
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -235,7 +236,8 @@ def test_a_role_says_what_the_connector_does(tmp_path):
     for role in ROLES:
         config = store_config({"root": str(tmp_path), "maintenance": "off"}, role)
         manager = FskvManager(config, 2, loads=role != "kv_producer")
-        manager.set_workers([FskvHandshake(0, 1, 2, f"{tmp_path}/a/b@c", b"d", 7, 6, {0: 4096})])
+        space = NamespaceDir(f"{tmp_path}/a/b@c", b"d", 7, 6)
+        manager.set_workers([FskvHandshake(0, 1, 2, space, {0: 4096})])
         asked = manager.lookup(key, request) is LookupResult.RETRY
         stored = manager.prepare_store([key], request).keys_to_store == [key]
         assert (stored, asked) == (role in get_args(KVProducer), role in get_args(KVConsumer)), role

@@ -301,8 +301,7 @@ def test_ranks_that_differ_do_not_start_and_the_error_names_the_field(
 ):
     def rank(number):
         space = Root.open(str(tmp_path), create=True).open_namespace(identity_of(config))
-        digest, path = space.digest, space.path
-        return handshake(number, 2, namespace_path=path, namespace_digest=digest)
+        return handshake(number, 2, directory=space)
 
     first = rank(0)
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")

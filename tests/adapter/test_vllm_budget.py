@@ -173,8 +173,7 @@ def test_a_rate_that_nobody_can_write_down_ends_no_engine_and_makes_no_second_th
 ):
     """A hung mount costs one thread. The control: where it answers the rate is written."""
     directory = Root.open(str(tmp_path), create=True).open_namespace(world.make_identity())
-    told = {"namespace_path": directory.path, "namespace_digest": directory.digest}
-    made = make_manager(workers=[handshake(**told)], root=str(tmp_path))
+    made = make_manager(workers=[handshake(directory=directory)], root=str(tmp_path))
     hung, calls, clock = threading.Event(), [], Clock()
     monkeypatch.setattr(manager.time, "monotonic", clock)
 

@@ -48,6 +48,7 @@ from fskv.engines.vllm.worker import FskvWorker
 from fskv.engines.vllm_multi.connector import FskvMultiConnector
 from fskv.errors import ConfigError
 from fskv.observe.metrics import ALL_METRICS
+from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Status
 
 pytestmark = world.VLLM
@@ -204,7 +205,7 @@ def test_metadata_and_load_specs_survive_pickling_and_merge_over_ranks():
     assert merged.loads == {7: [good, late], 8: [good]}
     assert pickle.loads(pickle.dumps(ChunkKeys([a], 0.5))).allowed_s == 0.5
     assert pickle.loads(pickle.dumps(ChunkKeys([a, b]))).chunks == [a, b]
-    handshake = FskvHandshake(0, 1, 1, "/x", b"d", 0o700, 0o600, {0: 4096})
+    handshake = FskvHandshake(0, 1, 1, NamespaceDir("/x", b"d", 0o700, 0o600), {0: 4096})
     assert pickle.loads(pickle.dumps(handshake)) == handshake
 
 
@@ -273,8 +274,9 @@ def test_embeddings_without_a_tensor_are_taken_only_where_another_engine_brings_
 def test_ranks_that_derive_different_namespaces_are_refused_at_start(make_manager, handshake):
     first, second = handshake(0, 2), handshake(1, 2)
     manager = make_manager(workers=[first, second])
+    other = dataclasses.replace(second.directory, digest=b"e")
     for wrong in (
-        [first, dataclasses.replace(second, namespace_digest=b"e")],
+        [first, dataclasses.replace(second, directory=other)],
         [first, dataclasses.replace(second, blocks_per_chunk=3)],
         [first],
         [],

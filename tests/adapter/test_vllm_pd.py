@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from fskv.engines.vllm.connector import FskvConnector, FskvOffloadingSpec
 from fskv.engines.vllm.manager import FskvHandshake
 from fskv.errors import ConfigError
+from fskv.root.root import NamespaceDir
 
 pytestmark = VLLM
 
@@ -99,10 +100,8 @@ class Core:
 
 
 def handshakes(root=ROOT):
-    return [
-        FskvHandshake(rank, 2, 2, f"{root}/cpu/m@0", b"d", 0o700, 0o600, {0: 4096})
-        for rank in (0, 1)
-    ]
+    directory = NamespaceDir(f"{root}/cpu/m@0", b"d", 0o700, 0o600)
+    return [FskvHandshake(rank, 2, 2, directory, {0: 4096}) for rank in (0, 1)]
 
 
 def fskv_first(own):

@@ -148,7 +148,7 @@ class Engine:
         self._make_half()
         self.jobs = {}  # of the next step, by number
         self.num_jobs = 0
-        self.files = os.path.join(self.worker.handshake.namespace_path, "chunks")
+        self.files = os.path.join(self.worker.handshake.directory.path, "chunks")
 
     def _make_scheduler(self):
         self.half = scheduler_around(self.manager)

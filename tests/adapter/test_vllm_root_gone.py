@@ -10,7 +10,7 @@ from world import wait_for
 from fskv import namespace
 from fskv.config import StoreConfig
 from fskv.data_path.breaker import Breaker
-from fskv.root.root import Root
+from fskv.root.root import NamespaceDir, Root
 from fskv.types import ChunkId, Presence, Status
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -37,7 +37,8 @@ def manager(tmp_path, monkeypatch):
     for name, value in (("failures", 3), ("probe_s", 0.05)):
         monkeypatch.setitem(Breaker.__init__.__kwdefaults__, name, value)
     made = FskvManager(StoreConfig(root=root, maintenance="off"), 2)
-    made.set_workers([FskvHandshake(0, 1, 2, space, b"d", 0o700, 0o600, {0: NBYTES})])
+    directory = NamespaceDir(space, b"d", 0o700, 0o600)
+    made.set_workers([FskvHandshake(0, 1, 2, directory, {0: NBYTES})])
     yield made
     made.shutdown()
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,61 +25,52 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm import weights as weights_module
 from fskv.engines.vllm.epochs import Epochs
 from fskv.engines.vllm.manager import FskvManager
-from fskv.engines.vllm.weights import (
-    CHECKPOINT,
-    DRAFT,
-    MODEL,
-    PRIVATE,
-    MarkedWeights,
-    Part,
-    Purity,
-    Weights,
-    changing_methods,
-)
+from fskv.engines.vllm.weights import MarkedWeights, Purity, Weights, changing_methods
 from fskv.offload.opener import OPENING
 
 pytestmark = world.VLLM
 
 
 class Worker:
-    """A rank's worker; `model` and `draft` name what its weights are."""
+    """A rank's worker; `model` names what its weights are: "A part on B" has of B what A lacks."""
 
     def __init__(self):
-        self.model, self.draft = "start", "start"
+        self.model = "start"
         self.half_way = None  # the weights after a reload that fails
         parallel = SimpleNamespace(worker_extension_cls=f"{__name__}.Extension")
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             weight_transfer_config=None,
-            speculative_config=object(),
+            speculative_config=None,
             model_config=SimpleNamespace(model="/start", revision="v1"),
             load_config=SimpleNamespace(download_dir="/hub"),
         )
-        self._weight_update_active = self._weight_update_is_draft = False
+        self._weight_update_active = False
 
     def start_weight_update(self):
-        self._weight_update_active, self._weight_update_is_draft = True, False
-
-    def start_draft_weight_update(self):
-        self._weight_update_active = self._weight_update_is_draft = True
+        self._weight_update_active = True
 
     def update_weights(self, name):
         if name is None:
             self._weight_update_active = False
             self.model = f"broken {random.random()}"
             raise RuntimeError("connection lost")
-        if self._weight_update_is_draft:
-            self.draft = name
-        else:
-            self.model = name
+        self.model = name
 
     def finish_weight_update(self):
         self._weight_update_active = False
 
     def reload_weights(self, weights_iterator=None, weights_path=None):
-        self.model, self.half_way = self.half_way or weights_path, None
-        if self.model != weights_path:
+        if self.half_way:
+            self.model, self.half_way = self.half_way, None
             raise RuntimeError("no more memory")
+        path, rest = weights_path or "own", self.model.rpartition(" on ")[2]
+        is_part = path.endswith(" part")
+        self.model = f"{path} on {rest}" if is_part else path
+        self.load_weights({"a"} if is_part else {"a", "b"})
+
+    def load_weights(self, names):
+        return names
 
     def sleep(self, level=1):
         if level == 2:
@@ -88,8 +78,12 @@ class Worker:
 
 
 class Extension:
+    def swallow(self):
+        with contextlib.suppress(RuntimeError):
+            self.update_weights(None)
+
     def patch(self, name):
-        self.model = self.draft = name
+        self.model = name
 
 
 class Extended(Extension, Worker):
@@ -97,15 +91,12 @@ class Extended(Extension, Worker):
 
 
 class Rank:
-    def __init__(self, number):
+    def __init__(self):
         self.worker = Extended()
         self.weights = Weights()
         self.weights.watch(self.worker, [self.worker])
-        self.purity = Purity(self.weights, number, fixed=False)
-
-    @property
-    def now(self):
-        return self.worker.model, self.worker.draft
+        self.weights._parameters = {"a", "b"}
+        self.purity = Purity(self.weights, fixed=False)
 
 
 class Engine:
@@ -113,36 +104,37 @@ class Engine:
 
     def __init__(self, chance, namespaces, *, num_ranks=2, run="run"):
         self.chance, self.namespaces = chance, namespaces
-        self.ranks = [Rank(number) for number in range(num_ranks)]
-        self.epochs = Epochs(num_ranks, run, fixed=False, has_siblings=False, parts=(MODEL, DRAFT))
+        self.ranks = [Rank() for _ in range(num_ranks)]
+        self.epochs = Epochs(num_ranks, run, fixed=False, has_siblings=False)
         self.table, self.blocks = object(), []
-        self.version = "default"
+        self.version, self.is_new_version = "default", False
         self.in_flight = []
         self.sources = {0: {}}
         self.num_stored = self.num_named = 0
 
     def step(self, *, has_tokens=True):
         step = self.epochs.on_step(self.table, self.version, has_tokens=has_tokens)
-        number = step.epoch.number
+        number = step.epoch
         is_in_use = not self.epochs.resting
         told = {}
         for rank, one in enumerate(self.ranks):
             one.purity.on_step(step.cache, step.number)
-            is_wanted = number != one.purity.epoch and one.purity.is_of(step.epoch.changes[rank])
+            changes = step.changes[rank]
+            is_wanted = number != one.purity.epoch and one.purity.counts[0] == changes
             if is_wanted and self.chance.random() < 0.7:
-                self.sources[number] = step.epoch.sources
-                one.purity.serve(number, step.epoch.changes[rank])
+                self.sources[number] = step.sources
+                one.purity.serve(number, changes, f"namespace {number}")
             if (news := one.purity.take_news()) is not None:
                 told[rank] = news
         if has_tokens:
-            self.blocks.append([one.now for one in self.ranks])
+            self.is_new_version = False
+            self.blocks.append([one.worker.model for one in self.ranks])
         if is_in_use:
             self._store()
         self.in_flight.append(told)
         while self.in_flight and self.chance.random() < 0.8:
             self.epochs.on_told(self.in_flight.pop(0))
-            if self.epochs.all_serve():
-                self.epochs.opened()
+            self.epochs.take_opened()
 
     def _store(self):
         """Store all of the cache, rank by rank, where that rank does not refuse."""
@@ -159,29 +151,28 @@ class Engine:
 
     def reset(self, *, connectors=True):
         if connectors:
-            self.epochs.on_reset({n: one.purity.weight_counts for n, one in enumerate(self.ranks)})
+            self.epochs.on_reset({n: one.weights.counts for n, one in enumerate(self.ranks)})
         self.table, self.blocks = object(), []
 
     def act(self, action, name):
         """Do one thing that a trainer or an operator does."""
-        if action == "reload":
+        if action in ("reload", "part"):
+            path = f"/{name} part" if action == "part" else f"/{name}"
             for one in self.ranks:
-                one.worker.reload_weights(weights_path=f"/{name}")
-        elif action in ("update", "draft"):
+                one.worker.reload_weights(weights_path=path)
+            self._set_version()
+        elif action == "update":
             if self.ranks[0].worker._weight_update_active:
                 return
             for one in self.ranks:
-                start = one.worker.start_draft_weight_update if action == "draft" else None
-                (start or one.worker.start_weight_update)()
+                one.worker.start_weight_update()
             if self.chance.random() < 0.3:
                 self.step()  # in the middle of it
             for one in self.ranks:
                 one.worker.update_weights(name)
             for one in self.ranks:
                 one.worker.finish_weight_update()
-            if self.chance.random() < 0.6:
-                # The promise of `weights_run`: a version names the weights of all parts it is set for.
-                self.version = f"{action} {name}"
+            self._set_version()
         elif action == "fails":
             is_reload = self.chance.random() < 0.5
             for one in self.ranks[1:]:
@@ -210,8 +201,16 @@ class Engine:
         else:
             self.reset(connectors=self.chance.random() < 0.5)
 
+    def _set_version(self):
+        """Keep the promise of `weights_run`: a version names the weights of the next step with tokens."""
+        if self.chance.random() < 0.6:
+            self.version = str([one.worker.model for one in self.ranks])
+            self.is_new_version = True
+        elif self.is_new_version:
+            self.version = "default"
 
-ACTIONS = ["reload", "update", "draft", "fails", "patch", "unseen", "sleep", "reset", "reset"]
+
+ACTIONS = ["reload", "part", "update", "fails", "patch", "unseen", "sleep", "reset", "reset"]
 
 
 def simulate(seed, num_actions=60):
@@ -227,8 +226,8 @@ def simulate(seed, num_actions=60):
 
 @pytest.fixture(autouse=True)
 def checkpoints(monkeypatch):
+    monkeypatch.setattr(weights_module, "checkpoint_place", lambda name, *_: name)
     monkeypatch.setattr(weights_module, "checkpoint_state", lambda path: {})
-    monkeypatch.setattr(weights_module, "changed_file", lambda path, before: None)
     monkeypatch.setattr(weights_module, "weights_fingerprint", lambda path, **_: path)
 
 
@@ -244,24 +243,26 @@ def simulate_many():
         simulate(seed)
 
 
-@pytest.mark.parametrize("without", ["purity", "unseen", "tie"])
+@pytest.mark.parametrize("without", ["purity", "unseen", "tie", "whole"])
 def test_negative_controls(monkeypatch, without):
     """Each rule is needed: without it some namespace gets KV of two sets of weights."""
     if without == "purity":
-        served = Purity.served
-        good = {"is_pure": True, "is_steady": True}
-        monkeypatch.setattr(Purity, "served", lambda self: replace(served(self), **good))
+        monkeypatch.setattr(Purity, "doubt", "")
         monkeypatch.setattr(Purity, "refuses", False)
     elif without == "unseen":
         monkeypatch.setattr(Epochs, "on_reset", lambda self, counts: None)
+    elif without == "whole":
+        monkeypatch.setattr(
+            Weights, "_changed", property(lambda _: set(), lambda *_: None), raising=False
+        )
     else:
-        name = Epochs._name
+        name = Epochs._name_weights
 
-        def _name(self, part):
-            self._version_step = self._told[0].parts.get(part, Part()).step
-            return name(self, part)
+        def _name_weights(self):
+            self._version_step = self._told[0].step
+            return name(self)
 
-        monkeypatch.setattr(Epochs, "_name", _name)
+        monkeypatch.setattr(Epochs, "_name_weights", _name_weights)
     with pytest.raises(AssertionError, match=" and "):
         simulate_many()
 
@@ -284,13 +285,65 @@ def test_a_rank_that_failed_leaves_the_engine_at_rest_until_all_have_succeeded()
     assert engine.sources[engine.epochs.number] == {"model": {"checkpoint": "/A"}}
 
 
+@pytest.mark.parametrize(("first", "second"), [("/A", "/A"), ("/A", "/B"), ("/A", None)])
+def test_a_checkpoint_names_weights_only_where_all_ranks_have_loaded_it(first, second):
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {}, run=None)
+    for one, path in zip(engine.ranks, (first, second), strict=True):
+        if path:
+            one.worker.reload_weights(weights_path=path)
+    engine.reset()
+    for _ in range(4):
+        engine.step()
+    assert ("model" in engine.sources[engine.epochs.number]) is (first == second)
+
+
+@pytest.mark.parametrize("was_unseen", [True, False])
+def test_a_checkpoint_names_no_weights_that_were_changed_behind_vllm_s_back(was_unseen):
+    """It may lack what was changed."""
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {}, run=None)
+    for action in ["unseen"] * was_unseen + ["part"]:
+        one_update(engine, action)
+    assert ("model" in engine.sources[engine.epochs.number]) is not was_unseen
+
+
+@pytest.mark.parametrize("why", ["a draft", "a patch", "a loss", "a part that failed", ""])
+@pytest.mark.parametrize("is_reload", [True, False])
+def test_weights_that_a_name_may_not_tell_are_named_by_none(why, is_reload):
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {})
+    for one in engine.ranks:
+        worker = one.worker
+        if why == "a draft":
+            worker.vllm_config.speculative_config = object()
+        if why == "a patch":
+            worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="sparse_nccl")
+        if is_reload:
+            worker.reload_weights(weights_path="/A")
+        else:
+            worker.start_weight_update()
+            worker.update_weights("A")
+            worker.finish_weight_update()
+        if why == "a loss":
+            worker.sleep(2)
+        if why == "a part that failed":
+            worker.swallow()
+    engine.version = "A"
+    engine.reset()
+    for _ in range(4):
+        engine.step()
+    (source,) = engine.sources[engine.epochs.number]
+    assert source == ("private" if why else "model")
+
+
 def test_a_reset_that_left_vllm_s_own_cache_begins_no_epoch_of_what_is_in_it():
     chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
     engine = Engine(chance, {})
     engine.step()
     for one in engine.ranks:
         one.worker.model = "unseen"
-    counts = {n: one.purity.weight_counts for n, one in enumerate(engine.ranks)}
+    counts = {n: one.weights.counts for n, one in enumerate(engine.ranks)}
     engine.epochs.on_reset(counts)  # requests are running: the pool refuses
     for _ in range(4):
         engine.step()
@@ -305,19 +358,19 @@ def test_a_reset_that_left_vllm_s_own_cache_begins_no_epoch_of_what_is_in_it():
 def test_a_reload_of_the_engine_s_own_checkpoint_is_of_its_revision_and_place(monkeypatch):
     places = {("/start", "v1", "/hub"): "/hub/1", ("/other", None, "/hub"): "/other"}
     monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: places[asked])
-    rank = Rank(0)
+    rank = Rank()
     rank.worker.reload_weights()
-    assert rank.weights.parts[MODEL].name == "/hub/1"
+    assert rank.weights.checkpoint == "/hub/1"
     rank.worker.reload_weights(None, "/other")
-    assert rank.weights.parts[MODEL].name == "/other"
+    assert rank.weights.checkpoint == "/other"
     with pytest.raises(TypeError):
         rank.worker.reload_weights(None, "/other", False)
-    assert rank.weights.parts[MODEL].kind == PRIVATE
+    assert rank.weights.checkpoint == ""
     # The hub's name leads elsewhere while it is loaded.
     found = iter(["/hub/1", "/hub/2"])
     monkeypatch.setattr(weights_module, "checkpoint_place", lambda *asked: next(found))
     rank.worker.reload_weights()
-    assert rank.weights.parts[MODEL].kind == PRIVATE
+    assert rank.weights.checkpoint == ""
 
 
 class Base:
@@ -345,21 +398,35 @@ def test_all_methods_of_a_worker_s_extension_may_change_weights():
         (b"", True),
         (b"x", False),
         (b"x.", True),
-        (b"x!", False),
         (b"xx.", False),
-        (b"x!x.", True),
-        (b"xx!.", False),
+        (b"xx..", True),
     ],
 )
 def test_weights_of_other_processes_are_read_from_their_marks(tmp_path, told, is_steady):
     path = tmp_path / "mark"
     path.write_bytes(told)
     fd = os.open(path, os.O_RDONLY)
-    weights = MarkedWeights(fd, 2 if told.startswith(b"xx") else 1)
+    weights = MarkedWeights(fd)
     assert weights.is_steady is is_steady
-    assert weights.num_changes == told.count(b"x")
-    assert bool(weights.parts) is bool(told)
+    assert weights.counts == (told.count(b"x"), 0)
     os.close(fd)
+
+
+def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):
+    mark = tmp_path / "mark"
+    mark.touch()
+    worker, weights = Extended(), Weights()
+    weights.watch(worker, [worker], str(mark))
+    told = MarkedWeights(os.open(mark, os.O_RDONLY))
+    for fails in (True, True, False):
+        worker.half_way = "half" if fails else None
+        with contextlib.suppress(RuntimeError):
+            worker.reload_weights(weights_path="/A")
+        assert told.is_steady is weights.is_steady is not fails
+        worker.sleep(1)
+        assert told.is_steady is weights.is_steady is not fails
+    assert told.counts == (3, 0)
+    assert mark.read_bytes() == b"xxx..."
 
 
 class Model(torch.nn.Module):
@@ -408,7 +475,7 @@ def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_change
         worker.has = what
         with contextlib.suppress(RuntimeError):
             worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
-    assert (weights.parts[MODEL].kind == CHECKPOINT) is names_them
+    assert bool(weights.checkpoint) is names_them
 
 
 def test_no_request_waits_for_ever_where_the_reasons_of_a_rest_alternate(tmp_path):

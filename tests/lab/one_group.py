@@ -16,6 +16,7 @@ with warnings.catch_warnings():
 
     from fskv.engines.vllm.files import own_files
     from fskv.engines.vllm.identity import EngineGroup
+    from fskv.engines.vllm.weights import Purity, Weights
     from fskv.engines.vllm.worker import FskvWorker
     from fskv.hybrid_planner import GroupKind, GroupSpec
     from fskv.root.root import Root
@@ -23,7 +24,7 @@ with warnings.catch_warnings():
 PAGE = 8192
 
 
-def worker_of(config, tensor, **options):
+def worker_of(config, tensor, purity=None):
     """Make the worker of such an engine; the tensor has PAGE bytes of each block."""
     group = EngineGroup(GroupSpec(0, GroupKind.FULL, 16, None), "full", PAGE, ("layer",))
     caches = CanonicalKVCaches(
@@ -40,7 +41,7 @@ def worker_of(config, tensor, **options):
         own_files([group], 1, caches, None),
         open_namespace({}),
         open_namespace=open_namespace,
+        purity=purity or Purity(Weights(), fixed=True),
         rank=0,
         world_size=1,
-        **options,
     )

@@ -60,4 +60,3 @@ def add_epochs(connector, *, fixed=True):
     connector._epochs = Epochs(1, None, fixed=fixed, has_siblings=False)
     connector._setup = SimpleNamespace(config=SimpleNamespace(weights_run=None))
     connector._kv_cache_manager = None
-    connector._opened = {}

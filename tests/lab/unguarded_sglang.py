@@ -6,8 +6,8 @@ from fskv.engines.sglang.server import Updates
 __all__ = ["FskvStorage"]
 
 
-def _heed_not(*_, **__):
-    pass
+def _heed_not(_, method, *args, **kwargs):
+    return method(*args, **kwargs)
 
 
-Updates.begin = Updates.end = _heed_not
+Updates.update = _heed_not

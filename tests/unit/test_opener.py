@@ -33,8 +33,9 @@ def test_a_caller_that_never_pauses_leaves_the_interpreter_to_the_thread(
             os.stat(tmp_path)
         return epoch
 
-    calls = calls_until(Opener(many_disk_calls), 1)
-    assert (calls < 60) is yields, calls
+    calls = [calls_until(Opener(many_disk_calls), 1) for _ in range(10)]
+    # On a busy machine the thread may be done before its caller runs again.
+    assert (max(calls) < 60) is yields, calls
 
 
 def test_a_mount_that_hangs_keeps_one_thread_and_holds_up_no_caller_for_long():

@@ -36,38 +36,39 @@ class Updates:
 
     def __init__(self) -> None:
         self.method = ""  # that began the last one
-        self._num_running = 0
-        self._is_open = False  # a session, from its begin to its end
+        self._num_open = 0  # of those under way: calls, and sessions from their begin to their end
         self._failed = False
 
-    def begin(self, method: str) -> None:
-        self.method = method
-        self._num_running += 1
-        self._rest(f"an update of the weights is under way, or failed ({method})")
-
-    def end(self, method: str, *, succeeded: bool) -> None:
-        self._num_running -= 1
-        if not succeeded:
-            self._failed = True
-        elif method.startswith(_END):
-            self._is_open = False
-        elif not self._is_open:  # a part of a session does not make up for another one
-            self._failed = False
-            self._is_open = method.startswith(_BEGIN)
-        if self._is_whole:
-            self._rest("the weights were updated, and SGLang's caches were not flushed since")
+    def update(self, method: _Code, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of SGLang's that may change weights."""
+        self.method = name = method.__name__
+        self._num_open += 1
+        self._rest()
+        succeeded = False
+        try:
+            found = method(*args, **kwargs)
+            succeeded = not (isinstance(found, tuple) and found[:1] == (False,))
+        finally:
+            self._num_open -= 1
+            is_end = name.startswith(_END)
+            # A part of a session does not make up for another one.
+            is_part = self._num_open > 0 or is_end
+            self._failed = not succeeded or (self._failed and is_part)
+            if succeeded:
+                self._num_open = max(0, self._num_open + name.startswith(_BEGIN) - is_end)
+            self._rest()
+        return found
 
     def on_reset(self) -> None:
         """SGLang holds no KV of before."""
-        if self._is_whole:
+        if not (self._num_open or self._failed):
             for store in list(stores):
                 store.renew()
 
-    @property
-    def _is_whole(self) -> bool:
-        return not (self._num_running or self._is_open or self._failed)
-
-    def _rest(self, reason: str) -> None:
+    def _rest(self) -> None:
+        reason = "the weights were updated, and SGLang's caches were not flushed since"
+        if self._num_open or self._failed:
+            reason = f"an update of the weights is under way, or failed ({self.method})"
         for store, goes_on in list(stores.items()):
             if goes_on:
                 store.rest(reason)
@@ -162,15 +163,8 @@ def _telling(method: _Code, code: _Code) -> _Code:
     return tell
 
 
-def _update(method: _Code, *args: Any, **kwargs: Any) -> Any:
-    updates.begin(method.__name__)
-    succeeded = False
-    try:
-        found = method(*args, **kwargs)
-        succeeded = not (isinstance(found, tuple) and found[:1] == (False,))
-    finally:
-        updates.end(method.__name__, succeeded=succeeded)
-    return found
+def _update(*args: Any, **kwargs: Any) -> Any:
+    return updates.update(*args, **kwargs)
 
 
 def _resume(method: _Code, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ from fskv.engines.vllm.quirks import (
     weight_version,
 )
 from fskv.engines.vllm.spec import FskvOffloadingSpec, Setup, prepare, with_spec
-from fskv.engines.vllm.weights import Counts, Served, parts_of
+from fskv.engines.vllm.weights import Counts, Served
 from fskv.errors import FskvError, RestError
 from fskv.hybrid_planner import Geometry
 from fskv.kv_transfer.multi import check_children
@@ -91,7 +91,6 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
     news: News = field(default_factory=News)
     loads: Reports = field(default_factory=dict)
     served: dict[int, Served] = field(default_factory=dict)  # by rank, where it is news
-    opened: dict[int, FskvHandshake] = field(default_factory=dict)  # with a new epoch
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, FskvWorkerMetadata)
@@ -105,7 +104,6 @@ class FskvWorkerMetadata(OffloadingWorkerMetadata):
                 for job_id in self.loads.keys() | other.loads.keys()
             },
             served=self.served | other.served,
-            opened=self.opened | other.opened,
         )
 
 
@@ -196,9 +194,7 @@ class FskvConnector(OffloadingConnector):
                 setup.config.weights_run,
                 fixed=setup.config.weights_fixed,
                 has_siblings=has_siblings,
-                parts=parts_of(setup.vllm_config),
             )
-            self._opened: dict[int, FskvHandshake] = {}  # by rank, the last one
             self.budget = LoadBudget(self._manager)
             self._manager.allowed_s = self.budget.allowed_s
             bpc = setup.geometry.blocks_per_chunk
@@ -296,8 +292,7 @@ class FskvConnector(OffloadingConnector):
         if stock is None and not (news or loads or served):
             return None
         known = _fields(stock or OffloadingWorkerMetadata())
-        opened = dict.fromkeys(served, worker.handshake)
-        return FskvWorkerMetadata(**known, news=news, loads=loads, served=served, opened=opened)
+        return FskvWorkerMetadata(**known, news=news, loads=loads, served=served)
 
     def drop_jobs(self) -> dict[int, Counts]:
         """Touch no KV page for earlier jobs any more: the engine has given its KV up.
@@ -308,7 +303,7 @@ class FskvConnector(OffloadingConnector):
             return {}
         # Submitted at the start of the next step they would be, after a sleep, of other pages.
         worker.drop_jobs(take_deferred_stores(self.connector_worker))
-        return worker.weight_counts
+        return {worker.mover.number: worker.purity.weights.counts}
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
@@ -326,7 +321,7 @@ class FskvConnector(OffloadingConnector):
             return  # the scheduler does not know its KV, whatever its workers know
         try:
             root, told = self._setup.config.root, handshakes_of_workers()
-            workers = [worker for worker in told if _is_inside(worker.namespace_path, root)]
+            workers = [worker for worker in told if _is_inside(worker.directory.path, root)]
             if rests := [worker.rests for worker in workers if worker.rests]:
                 self._manager.turn_off(rests[0], unknown=True)
                 return
@@ -341,12 +336,9 @@ class FskvConnector(OffloadingConnector):
 
     def on_new_request(self, request: Request) -> None:
         trust, vllm_config = self._setup.config.trust, self._setup.vllm_config
-        # After an update of the weights an encoder's outputs may be those of other weights.
-        text = named_tokens(request.mm_features, vllm_config, trusted=False)
-        is_trusted = "media" in trust and not self._epochs.number
-        most = named_tokens(request.mm_features, vllm_config, trusted=True) if is_trusted else text
-        if text < most:
-            self._manager.limit_after_update(request.request_id, int(text))
+        text = most = named_tokens(request.mm_features, vllm_config, trusted=False)
+        if "media" in trust:
+            most = named_tokens(request.mm_features, vllm_config, trusted=True)
         if (
             # The block hash covers an adapter's name, not its weights (vllm#30931).
             (request.lora_request is not None and "lora" not in trust)
@@ -355,9 +347,10 @@ class FskvConnector(OffloadingConnector):
             # vLLM asks nothing about a session's later turns.
             or getattr(request, "resumable", False)
         ):
-            most = 0
-        if most < math.inf:
-            self._manager.limit_request(request.request_id, int(most))
+            text = most = 0
+        if text < math.inf:
+            # After an update of the weights an encoder's outputs may be those of other weights.
+            self._manager.limit_request(request.request_id, most, text)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -413,15 +406,9 @@ class FskvConnector(OffloadingConnector):
     def _on_served(self, told: FskvWorkerMetadata) -> None:
         """Follow the ranks' weights: rest, begin an epoch, or go on with one that all ranks serve."""
         self._epochs.on_told(told.served)
-        self._opened |= told.opened
-        number = self._epochs.number
-        if self._epochs.all_serve():
-            try:
-                self._manager.move([*self._opened.values()], number)
-                self._epochs.opened()
-                offer_all_again(self.scheduler)
-            except FskvError as error:
-                self._epochs.refuse(str(error))
+        if (namespace := self._epochs.take_opened()) is not None:
+            self._manager.move(namespace, self._epochs.number)
+            offer_all_again(self.scheduler)
         self._manager.rest(self._epochs.resting)
 
     def reset_cache(self) -> bool | None:

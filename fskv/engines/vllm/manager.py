@@ -43,7 +43,6 @@ from fskv.observe import metrics
 from fskv.observe.state_log import StateLog
 from fskv.offload.lookup import Lookup
 from fskv.offload.mover import News
-from fskv.offload.opener import OPENING
 from fskv.offload.uses import Begun, Uses
 from fskv.offload.watch import Watch
 from fskv.root.key_file import hidden
@@ -104,13 +103,9 @@ class FskvHandshake:
     rank: int
     world_size: int
     blocks_per_chunk: int
-    namespace_path: str
-    namespace_digest: bytes
-    dir_mode: int
-    file_mode: int
+    directory: NamespaceDir
     file_nbytes: dict[int, int]  # by group index
-    # The ranks in the names of its files of a chunk; None: those that follow from its own rank.
-    canonical_ranks: tuple[int | None, ...] | None = None
+    file_ranks: tuple[int | None, ...] = (None,)  # in the names of its files of a chunk
     prefix_caching: bool = True  # whether the worker's layers allow KV to be used again
     is_local: bool | None = None  # whether the root is on disks of this machine; None: not known
     prefill_per_s: float | None = None  # tokens, as an engine has left it in the namespace
@@ -119,25 +114,13 @@ class FskvHandshake:
     @classmethod
     def resting(cls, rank: int, world_size: int, root: str, reason: str) -> FskvHandshake:
         """Return the facts of a worker that does not know its KV; its namespace's path is the root's."""
-        return cls(rank, world_size, 0, root, b"", 0, 0, {}, rests=reason)
-
-    @property
-    def file_ranks(self) -> tuple[int | None, ...]:
-        if self.canonical_ranks is not None:
-            return self.canonical_ranks
-        return (self.rank if self.world_size > 1 else None,)
-
-    @property
-    def directory(self) -> NamespaceDir:
-        return NamespaceDir(
-            self.namespace_path, self.namespace_digest, self.dir_mode, self.file_mode
-        )
+        return cls(rank, world_size, 0, NamespaceDir(root, b"", 0, 0), {}, rests=reason)
 
 
 def _apart(first: FskvHandshake, other: FskvHandshake) -> str:
     """Name the differences of the ranks, as far as their manifests show them."""
     try:
-        sides = read_manifest(first.namespace_path), read_manifest(other.namespace_path)
+        sides = read_manifest(first.directory.path), read_manifest(other.directory.path)
     except (FskvError, OSError, ValueError):
         return ""
     ranks = f"rank {first.rank}", f"rank {other.rank}"
@@ -180,8 +163,8 @@ class FskvManager(OffloadingManager):
         self._prefixes: dict[str, _Prefix] = {}  # of requests that were admitted
         self._touches: list[ChunkKeys] = []
         self._states = StateLog(root=config.root)
-        self._most_tokens: dict[str, int] = {}  # by request, where not all of it may be moved
-        self._most_after_update: dict[str, int] = {}
+        # By request, where not all of it may be moved: now, and after an update of the weights.
+        self._limits: dict[str, tuple[float, float]] = {}
         # vLLM asks for the same chunks in every step a request waits: what each was told is counted once.
         self._told: dict[str, set[tuple[ChunkId, Status]]] = {}
         self._watch = Watch(config, self.chunks, engine_rank)
@@ -191,7 +174,6 @@ class FskvManager(OffloadingManager):
         self._leaver: threading.Thread | None = None
         self._leave_rate_at = -math.inf
         self._waits_until: float | None = None  # for the weights, since the first question
-        self._waited_to_open = False
 
     def chunk_of(self, key: OffloadKey) -> ChunkId:
         """Return the chunk of a key of vLLM's, as the root knows it."""
@@ -208,13 +190,13 @@ class FskvManager(OffloadingManager):
         first = self.workers[0]
         if self.locality is None and first.is_local is not None:
             self.locality = Locality.LOCAL if first.is_local else Locality.REMOTE
-        self._watch.namespace = os.path.relpath(first.namespace_path, self.config.root)
+        self._watch.namespace = os.path.relpath(first.directory.path, self.config.root)
         self.past_prefill_per_s = first.prefill_per_s
         self.chunks.attach(
             files,
             num_movers=len(workers),
-            dir_mode=first.dir_mode,
-            file_mode=first.file_mode,
+            dir_mode=first.directory.dir_mode,
+            file_mode=first.directory.file_mode,
             chunks_per_step=self._chunks_per_step,
             health_file=self._watch.health_file,
         )
@@ -238,14 +220,14 @@ class FskvManager(OffloadingManager):
             )
         first = workers[0]
         for worker in workers:
-            if (worker.namespace_digest, worker.blocks_per_chunk) != (
-                first.namespace_digest,
+            if (worker.directory.digest, worker.blocks_per_chunk) != (
+                first.directory.digest,
                 self.blocks_per_chunk,
             ):
                 raise ConfigError(
-                    f"rank {worker.rank} derived namespace {worker.namespace_path} with "
+                    f"rank {worker.rank} derived namespace {worker.directory.path} with "
                     f"{worker.blocks_per_chunk} blocks per chunk, rank {first.rank} "
-                    f"{first.namespace_path} and the scheduler {self.blocks_per_chunk}: all must agree "
+                    f"{first.directory.path} and the scheduler {self.blocks_per_chunk}: all must agree "
                     "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number)"
                     f"{_apart(first, worker)}"
                 )
@@ -253,7 +235,7 @@ class FskvManager(OffloadingManager):
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self.workers = sorted(workers, key=lambda w: w.rank)
         files = {
-            rank: RankFiles(worker.namespace_path, rank, worker.file_nbytes)
+            rank: RankFiles(worker.directory.path, rank, worker.file_nbytes)
             for worker in self.workers
             for rank in worker.file_ranks
         }
@@ -277,7 +259,7 @@ class FskvManager(OffloadingManager):
         self._leave_rate_at = now + _RATE_S
         if self._leaver is not None and self._leaver.is_alive():
             return  # the mount hangs
-        directory = replace(self.workers[0].directory, root=self.config.root)
+        directory = self.workers[0].directory
 
         def leave() -> None:
             with suppress(OSError):
@@ -288,45 +270,37 @@ class FskvManager(OffloadingManager):
         with suppress(RuntimeError):  # no thread can be had
             self._leaver.start()
 
-    @property
-    def rests(self) -> bool:
-        """Whether there is such a reason."""
-        return bool(self._watch.resting)
-
     def rest(self, reason: str) -> None:
         """Neither load nor store as long as there is a reason to do with the weights; "" ends it."""
         if reason != self._watch.resting:
-            # Requests wait from the beginning of a rest, and once more for the namespace. They do not wait
-            # for ever where reasons alternate.
             if not self._watch.resting:
-                self._waits_until, self._waited_to_open = None, False
-            elif reason == OPENING and not self._waited_to_open:
-                self._waits_until, self._waited_to_open = None, True
+                self._waits_until = None
             self._watch.resting = reason
             self.chunks.stopped = bool(reason) or self._watch.off is not None
             if reason:
                 self._states.say("weights_in_doubt", reason=reason)
 
-    def move(self, workers: Sequence[FskvHandshake], epoch: int) -> None:
-        """Use the namespace of new weights, which all workers have opened; raises ConfigError."""
-        files = self._files_of(workers)
+    def move(self, directory: NamespaceDir, epoch: int) -> None:
+        """Use the namespace of new weights, which all workers have opened."""
         self._watch.epoch = epoch
-        self.chunks.move(files)
+        self.chunks.move(
+            self._files_of([replace(one, directory=directory) for one in self.workers])
+        )
         self._told.clear()
-        for req_id, most in self._most_after_update.items():
-            self._most_tokens[req_id] = min(most, self._most_tokens.get(req_id, most))
         if self.events is not None:
             self.events.remove_all()
-        path = os.path.relpath(self.workers[0].namespace_path, self.config.root)
+        path = os.path.relpath(directory.path, self.config.root)
         self._states.say("weights_changed", epoch=epoch, namespace=path)
 
-    def limit_request(self, req_id: str, num_tokens: int = 0) -> None:
-        """Load and store no more than a request's first `num_tokens`: the keys behind them may be false."""
-        self._most_tokens[req_id] = num_tokens
+    def limit_request(self, req_id: str, num_tokens: float = 0, after_update: float = 0) -> None:
+        """Load and store no more than a request's first tokens: the keys behind them may be false.
 
-    def limit_after_update(self, req_id: str, num_tokens: int) -> None:
-        """Limit a request from the next update of the weights on; see `limit_request`."""
-        self._most_after_update[req_id] = num_tokens
+        `after_update` of them once the weights were updated.
+        """
+        self._limits[req_id] = num_tokens, after_update
+
+    def _most_tokens(self, req_id: str) -> float:
+        return self._limits.get(req_id, (math.inf, math.inf))[self._watch.epoch > 0]
 
     def on_news(self, news: News) -> None:
         """Apply the news that the workers sent."""
@@ -339,8 +313,7 @@ class FskvManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._most_tokens.pop(req_context.req_id, None)
-        self._most_after_update.pop(req_context.req_id, None)
+        self._limits.pop(req_context.req_id, None)
         self._told.pop(req_context.req_id, None)
         self._prefixes.pop(req_context.req_id, None)
 
@@ -406,7 +379,7 @@ class FskvManager(OffloadingManager):
 
         `groups`: see _Prefix. Only the first call for a request counts.
         """
-        most = self._most_tokens.get(req_id, math.inf)
+        most = self._most_tokens(req_id)
         if self._is_on and most and req_id not in self._prefixes:
             prefix = self._prefixes[req_id] = _Prefix(groups)
             self._begin_use(prefix, int(min(num_tokens, most)))
@@ -518,6 +491,6 @@ class FskvManager(OffloadingManager):
 
     def _is_within(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether a chunk is within its request's limit, if there is one."""
-        most = self._most_tokens.get(req_context.req_id, math.inf)
+        most = self._most_tokens(req_context.req_id)
         end = None if most == math.inf else req_context.get_offload_key_position(key)
         return most == math.inf or (end is not None and end <= most)

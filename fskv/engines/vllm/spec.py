@@ -111,7 +111,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             layouts=in_page if vllm_config.parallel_config.pipeline_parallel_size > 1 else {},
             # Some layers turn it off while they are built, in this process alone.
             prefix_caching=reuses_kv(vllm_config),
-            purity=Purity(loaded.weights, parallel.rank, fixed=config.weights_fixed),
+            purity=Purity(loaded.weights, fixed=config.weights_fixed),
         )
         return self.worker
 

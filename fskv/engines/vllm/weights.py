@@ -15,16 +15,19 @@ import os
 import pkgutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import checkpoint_place, commit_of
-from fskv.identity.fingerprint import changed_file, checkpoint_state, weights_fingerprint
+from fskv.identity.fingerprint import checkpoint_state, weights_fingerprint
+
+if TYPE_CHECKING:
+    from fskv.root.root import NamespaceDir
 
 logger = logging.getLogger(__name__)
 
@@ -37,59 +40,43 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 # Take the pages of the KV cache away.
 _LOSE_PAGES = {"sleep", "discard"}
 
-MODEL, DRAFT = "model", "draft"
+_Checkpoint = tuple[str, dict[str, tuple[int, ...]]]  # its place, and the states of its files
 Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
-PRIVATE, UPDATE, CHECKPOINT = "private", "update", "checkpoint"  # kinds of sources
 
-
-def parts_of(vllm_config: Any) -> tuple[str, ...]:
-    """Return the parts of an engine's weights."""
-    return (MODEL,) if vllm_config.speculative_config is None else (MODEL, DRAFT)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The last change of one part of the weights: of the model, or of the draft."""
-
-    change: int = 0  # the number of the call
-    kind: str = UPDATE
-    name: str = ""  # the fingerprint of a checkpoint
-    step: int = -1  # the first step with tokens after it
+NOT_RESET = (
+    "the weights may have changed, and vLLM's prefix cache was not reset since (beside other connectors with "
+    "reset_connector)"
+)
 
 
 @dataclass(frozen=True)
 class Served:
     """One rank's answer: the state of its weights in its last step, and the epoch that it serves; pickled."""
 
-    rank: int
     cache: int = 0  # the number of vLLM's prefix cache
-    is_pure: bool = True  # no KV of other weights, and no lost page, may be in it
-    is_steady: bool = True  # no update is under way, and the last one did not fail
-    num_changes: int = 0
-    num_lost: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    method: str = ""  # that changed the weights last
+    doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
+    counts: Counts = (0, 0)
+    # The first with tokens after the last change; None: nothing may name that.
+    step: int | None = None
     epoch: int = 0
-
-    @property
-    def is_ready(self) -> bool:
-        return self.is_pure and self.is_steady
+    namespace: NamespaceDir | None = None  # the epoch's; None: the start's
+    checkpoint: str = ""  # see Weights
 
 
 class Weights:
     """Counts the calls that may change a worker's weights or take its pages. Wrapped once for all stores."""
 
     def __init__(self) -> None:
-        self.num_changes = 0
-        self.num_lost = 0
-        self.parts: dict[str, Part] = {}
-        self.method = ""
-        self._checkpoint: _Checkpoint | None = None  # of the reload under way
-        # Names of parameters: of those that some update may have changed, and of all.
+        self.counts: Counts = 0, 0
+        self.method = ""  # that changed the weights last
+        self.has_name = False  # whether a version or a checkpoint may name the last change
+        self.checkpoint = ""  # the fingerprint of the one that tells the weights; "": none does
+        # Names of parameters: of all, of those that changes may have changed, and that the last one loaded.
+        self._parameters: set[str] = set()
+        self._changed: set[str] = set()
         self._loaded: set[str] = set()
-        self._all_names: set[str] = set()
         self._num_running = 0
-        self._failed = False
+        self._num_open = 0  # changes since one ended well
         self._worker: Any = None
         self._marks: list[int] = []
         self._lock = threading.Lock()
@@ -97,15 +84,15 @@ class Weights:
     @property
     def is_steady(self) -> bool:
         """Whether no update is under way, and the last one did not fail."""
-        is_open = getattr(self._worker, "_weight_update_active", False)
-        return not (self._num_running or self._failed or is_open)
+        is_session = getattr(self._worker, "_weight_update_active", False)
+        return not (self._num_running or self._num_open or is_session)
 
     def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
         """Note changes from now on.
 
         With each a byte is written to the file `mark`, for those who look from another process of this
-        machine: "x" before it, then "." or, where it failed, "!". The file may be unlinked once this has
-        returned. Raises OSError.
+        machine: "x" before it, and a "." for each "x" when one has ended well. The file may be unlinked once
+        this has returned. Raises OSError.
         """
         if mark is not None:
             self._marks.append(os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
@@ -116,7 +103,7 @@ class Weights:
         added = pkgutil.resolve_name(extension) if extension else None
         for owner in owners:
             if isinstance(owner, torch.nn.Module):
-                self._all_names |= dict(owner.named_parameters()).keys()
+                self._parameters |= dict(owner.named_parameters()).keys()
             for name in changing_methods(type(owner), added):
                 setattr(owner, name, self._noting(getattr(owner, name), name))
 
@@ -124,254 +111,181 @@ class Weights:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
+                is_change = not self._num_running and self._begin(name, [*args, *kwargs.values()])
                 self._num_running += 1
-                is_part = self._num_running > 1
-            is_change = False
+            is_good, before = False, None
             try:
-                is_change = not is_part and self._begin(name, args, kwargs)
+                if is_change and name == "reload_weights":
+                    before = self._checkpoint(*args, **kwargs)
                 found = method(*args, **kwargs)
-                if name == "load_weights":
-                    self._note_loaded(found)
-                if is_change:
-                    self._end()
-            except BaseException:
-                self._fail(is_change=is_change, is_part=is_part)
-                raise
+                if name == "load_weights" and isinstance(found, set):
+                    self._loaded |= found
+                if before is not None and self._loaded:
+                    self._name(before, lambda: self._checkpoint(*args, **kwargs))
+                elif is_change:
+                    self._changed = self._parameters
+                is_good = True
             finally:
                 with self._lock:
-                    self._num_running -= 1
+                    self._end(name, is_change=is_change, is_good=is_good)
             return found
 
         return noting
 
-    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _begin(self, name: str, given: list[Any]) -> bool:
         """Note a call before it begins; returns False where it leaves the weights as they are."""
         words = _words(name)
-        self.num_lost += bool(words & _LOSE_PAGES)
-        given = [*args, *kwargs.values()]
+        self.counts = self.counts[0], self.counts[1] + bool(words & _LOSE_PAGES)
         if name == "sleep" and given in ([], [1]):
             return False
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
             return False
-        self._count(name)
-        kind, parts = self._source(name, args, kwargs)
-        if kind != CHECKPOINT:
-            self._loaded |= self._all_names
-        for part in parts:
-            self.parts[part] = Part(self.num_changes, kind)
+        config = self._worker.vllm_config
+        # A name may not tell a draft's weights. A patch is added to weights that another engine may not
+        # have. After the words here the weights are nothing that has a name.
+        transfer = getattr(config, "weight_transfer_config", None)
+        is_patch = "sparse" in str(getattr(transfer, "backend", ""))
+        is_loss = words & {"sleep", "discard", "reset"}
+        self._change(name, has_name=not (config.speculative_config or is_patch or is_loss))
         return True
 
-    def _count(self, name: str) -> None:
-        self.num_changes += 1
-        self.method = name
+    def _change(self, method: str, *, has_name: bool) -> None:
+        self.counts = self.counts[0] + 1, self.counts[1]
+        self.method, self.has_name = method, has_name
+        self.checkpoint, self._loaded = "", set()
+        self._num_open += 1
         self._tell(b"x")
 
-    def _end(self) -> None:
-        part = self.parts.get(MODEL)
-        if self._checkpoint is not None and part is not None and part.kind == CHECKPOINT:
-            try:
-                self.parts[MODEL] = replace(part, name=self._checkpoint.fingerprint())
-            except (ConfigError, OSError) as error:
-                logger.warning("fskv: the new weights have no name: %s", error)
-                self.parts[MODEL] = replace(part, kind=PRIVATE)
-        self._checkpoint, self._failed = None, False
-        with suppress(OSError):
-            self._tell(b".")
-
-    def _fail(self, *, is_change: bool, is_part: bool) -> None:
-        """Note that a call raised: nobody knows the weights."""
-        self._failed = True
-        self._loaded |= self._all_names
-        if not (is_change or is_part):
-            self._count(self.method)
-        of_call = [part for part, last in self.parts.items() if last.change == self.num_changes]
-        for part in of_call or parts_of(self._worker.vllm_config):
-            self.parts[part] = Part(self.num_changes, PRIVATE)
-        if not is_part:
+    def _end(self, name: str, *, is_change: bool, is_good: bool) -> None:
+        self._num_running -= 1
+        if not is_good:  # nobody knows the weights
+            if not self._num_open:
+                self._change(name, has_name=False)
+            self.has_name, self.checkpoint, self._changed = False, "", self._parameters
+        elif is_change:
             with suppress(OSError):
-                self._tell(b"!")
+                self._tell(b"." * self._num_open)
+            self._num_open = 0
 
-    def _note_loaded(self, names: object) -> None:
-        """Take the names of the parameters that a model has loaded.
+    def _checkpoint(
+        self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
+    ) -> _Checkpoint | None:
+        """Return what `reload_weights` loads, the engine's own checkpoint or that of a path; None: none."""
+        config = self._worker.vllm_config
+        name, revision = weights_path, None
+        if not name:
+            name, revision = config.model_config.model, config.model_config.revision
+        with suppress(ConfigError, OSError):
+            if not (weights_iterator or more or any(options.values())):
+                place = checkpoint_place(str(name), revision, config.load_config.download_dir)
+                return place, checkpoint_state(place)
+        return None
 
-        A checkpoint that leaves some that earlier updates may have changed does not name the weights.
+    def _name(self, before: _Checkpoint, now: Callable[[], _Checkpoint | None]) -> None:
+        """Name the weights by the checkpoint that they were loaded from, if it tells them.
+
+        One that lacks what earlier changes may have changed does not.
         """
-        part = self.parts.get(MODEL)
-        loaded = names if isinstance(names, set) else set()
-        if part is not None and part.kind == CHECKPOINT and not (loaded and loaded >= self._loaded):
-            self.parts[MODEL] = replace(part, kind=PRIVATE)
-        self._loaded |= loaded
+        is_told = self.has_name and self._loaded >= self._changed
+        self._changed = self._changed | self._loaded
+        if not is_told:
+            return
+        begin, (place, _) = time.monotonic(), before
+        try:
+            found = weights_fingerprint(place, revision_commit=commit_of(place))
+        except (ConfigError, OSError) as error:
+            logger.warning("fskv: the new weights have no name: %s", error)
+            return
+        if now() == before:
+            self.checkpoint = found
+        told = self.checkpoint or "changed while it was loaded"
+        took_s = time.monotonic() - begin
+        logger.info("fskv: the fingerprint of %s took %.1f s: %s", place, took_s, told)
 
-    def _source(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, tuple[str, ...]]:
-        """Return the kind of the new weights' source, and the parts that may change."""
-        worker = self._worker
-        if name == "reload_weights":
-            asked = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | kwargs
-            path = asked.pop("weights_path", None)
-            if len(args) <= 2 and not any(asked.values()):
-                try:
-                    self._checkpoint = _Checkpoint(worker.vllm_config, path)
-                    return CHECKPOINT, (MODEL,)
-                except (ConfigError, OSError):
-                    pass
-            return PRIVATE, (MODEL,)
-        is_session = name in ("update_weights", "finish_weight_update", "start_weight_update")
-        if name == "start_draft_weight_update":
-            return UPDATE, (DRAFT,)
-        if is_session:
-            is_open = getattr(worker, "_weight_update_active", False)
-            is_draft = is_open and getattr(worker, "_weight_update_is_draft", False)
-            transfer = getattr(worker.vllm_config, "weight_transfer_config", None)
-            # A patch is added to weights that another engine may not have.
-            is_patch = "sparse" in str(getattr(transfer, "backend", ""))
-            kind = PRIVATE if is_patch else UPDATE
-            return kind, (DRAFT if is_draft else MODEL,)
-        # After these the weights are nothing that a version could name.
-        is_loss = bool(_words(name) & {"sleep", "discard", "reset"})
-        return PRIVATE if is_loss else UPDATE, parts_of(worker.vllm_config)
-
-    def _tell(self, byte: bytes) -> None:
+    def _tell(self, told: bytes) -> None:
         for fd in self._marks:
-            os.write(fd, byte)
+            os.write(fd, told)
 
 
 class MarkedWeights:
     """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
 
-    num_lost = 0
     method = "in a worker"
+    has_name = False
+    checkpoint = ""
 
-    def __init__(self, fd: int, num_ranks: int) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._num_ranks = num_ranks
         self._told = b""
 
-    def _read(self) -> bytes:
+    def _count(self, byte: bytes) -> int:
         size = os.fstat(self._fd).st_size
         if size != len(self._told):
             self._told = os.pread(self._fd, size, 0)
-        return self._told
-
-    @property
-    def num_changes(self) -> int:
-        return self._read().count(b"x")
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        num_changes = self.num_changes
-        return {MODEL: Part(num_changes, PRIVATE)} if num_changes else {}
-
-    @property
-    def is_steady(self) -> bool:
-        told = self._read()
-        is_over = told.count(b"x") == told.count(b".") + told.count(b"!")
-        since = told.rpartition(b"!")[2].count(b".")
-        return is_over and (b"!" not in told or since >= self._num_ranks)
-
-
-class _Checkpoint:
-    """The checkpoint of a reload: the engine's own, or that of a path. Raises ConfigError."""
-
-    def __init__(self, vllm_config: Any, path: object) -> None:
-        model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-        revision = None if path else getattr(model, "revision", None)
-        self._asked = str(path or model.model), revision, getattr(load, "download_dir", None)
-        self._place = checkpoint_place(*self._asked)
-        self._before = checkpoint_state(self._place)
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the weights that were loaded since; raises ConfigError."""
-        begin = time.monotonic()
-        found = weights_fingerprint(self._place, revision_commit=commit_of(self._place))
-        is_same = checkpoint_place(*self._asked) == self._place
-        if not is_same or changed_file(self._place, self._before) is not None:
-            raise ConfigError(f"checkpoint {self._place}: it changed while the engine loaded it")
-        took_s = time.monotonic() - begin
-        logger.info("fskv: the fingerprint of %s took %.1f s", self._place, took_s)
-        return found
-
-
-class Purity:
-    """Follows the steps of one store in a worker: which of vLLM's prefix caches may hold other KV."""
-
-    def __init__(self, weights: Weights | MarkedWeights, rank: int, *, fixed: bool) -> None:
-        """`fixed`: the user vouches that weights never change."""
-        self._weights = weights
-        self._fixed = fixed
-        self._rank = rank
-        self._cache = 0
-        self._seen = self.counts
-        self._is_pure = True
-        self.epoch = 0  # that is served
-        self._served_changes = self._num_changes
-        self._parts: dict[str, Part] = {}
-        self._told = self.served()
-
-    @property
-    def _num_changes(self) -> int:
-        return 0 if self._fixed else self._weights.num_changes
+        return self._told.count(byte)
 
     @property
     def counts(self) -> Counts:
-        return self._num_changes, self._weights.num_lost
+        return self._count(b"x"), 0
 
     @property
-    def weight_counts(self) -> Counts:
-        """The counts of the worker, whatever the user vouches for."""
-        return self._weights.num_changes, self._weights.num_lost
+    def is_steady(self) -> bool:
+        return self._count(b"x") == self._count(b".")
+
+
+class Purity:
+    """Follows the steps of one store in a worker: whether vLLM's prefix cache may hold other KV."""
+
+    def __init__(self, weights: Weights | MarkedWeights, *, fixed: bool) -> None:
+        """`fixed`: the user vouches that weights never change."""
+        self.weights = weights
+        self._fixed = fixed
+        self._cache = 0
+        self._seen = self.counts
+        self._is_pure = True
+        self._step = -1  # the first with tokens after the last change
+        self.epoch = 0  # that is served
+        self._num_served = self.counts[0]  # the changes whose weights it is of
+        self._namespace: NamespaceDir | None = None
+        self._told = Served()
 
     @property
-    def _is_steady(self) -> bool:
-        return self._fixed or self._weights.is_steady
+    def counts(self) -> Counts:
+        """The counts of the weights, of none where the user vouches."""
+        return (0, 0) if self._fixed else self.weights.counts
 
     def on_step(self, cache: int, step: int) -> None:
         """Begin a step with vLLM's prefix cache number `cache`; `step` counts the steps with tokens."""
-        if cache != self._cache:
-            self._cache, self._seen, self._is_pure = cache, self.counts, True
-        if self.counts != self._seen or not self._is_steady:
-            self._seen, self._is_pure = self.counts, False
-        for name, part in self._weights.parts.items() if not self._fixed else ():
-            if part.change != self._parts.get(name, Part()).change:
-                self._parts[name] = replace(part, step=step)
+        counts, is_new = self.counts, cache != self._cache
+        if counts[0] != self._seen[0]:
+            self._step = step
+        is_same = is_new or (self._is_pure and counts == self._seen)
+        self._is_pure = is_same and (self._fixed or self.weights.is_steady)
+        self._cache, self._seen = cache, counts
+
+    @property
+    def doubt(self) -> str:
+        """Why a page may hold KV of other weights than those of now, in words; "": none does."""
+        if not (self._fixed or self.weights.is_steady):
+            return f"an update of the weights is under way, or failed ({self.weights.method})"
+        return "" if self._is_pure and self.counts == self._seen else NOT_RESET
 
     @property
     def refuses(self) -> bool:
         """Whether a page may hold KV of other weights than those that the namespace names."""
-        is_same = self._num_changes == self._served_changes and self.counts == self._seen
-        return not (is_same and self._is_pure and self._is_steady)
+        return self.counts[0] != self._num_served or bool(self.doubt)
 
-    def is_of(self, num_changes: int) -> bool:
-        """Return whether the weights are still those of so many changes."""
-        return num_changes == self._num_changes
-
-    def serve(self, epoch: int, num_changes: int) -> None:
+    def serve(self, epoch: int, num_changes: int, namespace: NamespaceDir) -> None:
         """Serve an epoch from now on, that of the weights after so many changes."""
-        self.epoch, self._served_changes = epoch, num_changes
-
-    def served(self) -> Served:
-        """Return the state of the last step."""
-        changes, lost = self._seen
-        return Served(
-            self._rank,
-            self._cache,
-            self._is_pure and self.counts == self._seen,
-            self._is_steady,
-            changes,
-            lost,
-            dict(self._parts),
-            self._weights.method,
-            self.epoch,
-        )
+        self.epoch, self._num_served, self._namespace = epoch, num_changes, namespace
 
     def take_news(self) -> Served | None:
-        """Return the state if it is not the one that was told last."""
-        now = self.served()
-        if now == self._told:
-            return None
-        self._told = now
-        return now
+        """Return the state of the last step if it is not the one that was told last."""
+        step = self._step if self.weights.has_name else None
+        served, checkpoint = (self.epoch, self._namespace), self.weights.checkpoint
+        now = Served(self._cache, self.doubt, self._seen, step, *served, checkpoint)
+        told, self._told = self._told, now
+        return None if told == now else now
 
 
 def changing_methods(cls: type, extension: type | None = None) -> list[str]:

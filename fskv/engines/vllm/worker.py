@@ -6,10 +6,8 @@ Called on the model runner's thread of one rank; every call returns without wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -22,15 +20,14 @@ from vllm.v1.kv_offload.base import (
 
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
-from fskv.data_path.store import ChunkStore
 from fskv.data_path.transports.protocol import Ready
 from fskv.engines.vllm.budget import Reports
-from fskv.engines.vllm.epochs import Epoch, Step
+from fskv.engines.vllm.epochs import Step
 from fskv.engines.vllm.files import WorkerFiles, file_layouts
 from fskv.engines.vllm.identity import EngineGroup
 from fskv.engines.vllm.manager import ChunkKeys, FskvHandshake
 from fskv.engines.vllm.metrics import to_stats
-from fskv.engines.vllm.weights import Counts, Purity, Served
+from fskv.engines.vllm.weights import Purity, Served
 from fskv.hybrid_planner import plan_job
 from fskv.namespace import Json
 from fskv.observe import metrics
@@ -51,19 +48,18 @@ class FskvWorker(OffloadingWorker):
         directory: NamespaceDir,
         *,
         open_namespace: Callable[[Mapping[str, Json]], NamespaceDir],
+        purity: Purity,
         rank: int,
         world_size: int,
         layouts: Mapping[str, Json] = MappingProxyType({}),
         prefix_caching: bool = True,
-        purity: Purity | None = None,
     ) -> None:
         """`layouts` is how pages are laid out inside where the namespace does not say it, by group.
 
         `open_namespace` opens the namespace of an epoch. While `purity` refuses, nothing is loaded or stored.
         """
-        self._open_namespace = open_namespace
-        self._purity = purity
-        self._opener = Opener(self.open_epoch)
+        self.purity = purity
+        self._opener = Opener(lambda sources: self.mover.opened(lambda: open_namespace(sources)))
         self._files = files
         self._rank = rank
         self._group_idxs = [group.spec.group_idx for group in groups]
@@ -82,12 +78,9 @@ class FskvWorker(OffloadingWorker):
             rank=rank,
             world_size=world_size,
             blocks_per_chunk=files.layouts[0][0].num_blocks,
-            namespace_path=directory.path,
-            namespace_digest=directory.digest,
-            dir_mode=directory.dir_mode,
-            file_mode=directory.file_mode,
+            directory=directory,
             file_nbytes=self.mover.file_nbytes,
-            canonical_ranks=files.file_ranks,
+            file_ranks=files.file_ranks,
             prefix_caching=prefix_caching,
             is_local=self.mover.is_local,
         )
@@ -115,20 +108,17 @@ class FskvWorker(OffloadingWorker):
         assert isinstance(src_spec, ChunkKeys)
         moves = self._plan(src_spec, dst_spec, is_load=True)
         # The pages' last user, or the kernel that zeroes them, may still run on the GPU.
-        self.mover.load(job_id, moves, self._event(), src_spec.allowed_s, refused=self.refuses)
+        self.mover.load(
+            job_id, moves, self._event(), src_spec.allowed_s, refused=self.purity.refuses
+        )
         return True
-
-    @property
-    def refuses(self) -> bool:
-        """Whether a page may hold KV of other weights than those that the namespace names."""
-        return self._purity is not None and self._purity.refuses
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended, all as successes: vLLM asserts it; see take_failed_jobs."""
         ended = self.mover.poll()
         self._loads |= {result.job_id: [result] for result in ended if result.is_load}
         # One that was under way when somebody began to replace the weights has brought KV of the old ones.
-        refuses = self.refuses
+        refuses = self.purity.refuses
         self._failed_jobs |= {
             result.job_id for result in ended if result.failed or (result.is_load and refuses)
         }
@@ -169,38 +159,20 @@ class FskvWorker(OffloadingWorker):
 
         `take_deferred` takes the stores that vLLM has not submitted yet.
         """
-        assert self._purity is not None
-        self._purity.on_step(step.cache, step.number)
-        epoch = step.epoch
-        is_new = epoch.number != self._purity.epoch
-        if not is_new or not self._purity.is_of(epoch.changes[self._rank]):
+        self.purity.on_step(step.cache, step.number)
+        changes = step.changes[self._rank]
+        if step.epoch == self.purity.epoch or changes != self.purity.counts[0]:
             return
-        opened = self._opener.take(epoch)
+        opened = self._opener.take(step.sources)
         if opened is not None:
             self.drop_jobs(take_deferred())
-            self.move_to(*opened)
-            self._purity.serve(epoch.number, epoch.changes[self._rank])
-
-    def open_epoch(self, epoch: Epoch) -> tuple[NamespaceDir, ChunkStore[Any]]:
-        """Open the namespace of an epoch, for `move_to`. Any thread; raises FskvError."""
-        directory = self._open_namespace(epoch.sources)
-        return directory, self.mover.opened(directory, lambda: self._open_namespace(epoch.sources))
-
-    def move_to(self, directory: NamespaceDir, store: ChunkStore[Any]) -> None:
-        """Use another namespace from now on."""
-        self.mover.move_to(store)
-        self.handshake = replace(
-            self.handshake, namespace_path=directory.path, namespace_digest=directory.digest
-        )
-
-    @property
-    def weight_counts(self) -> dict[int, Counts]:
-        """The counts of changes of the weights, by rank."""
-        return {} if self._purity is None else {self._rank: self._purity.weight_counts}
+            directory, store = opened
+            self.mover.move_to(store)
+            self.purity.serve(step.epoch, changes, directory)
 
     def take_served(self) -> dict[int, Served]:
         """Return what the scheduler must know of the weights, by rank."""
-        told = None if self._purity is None else self._purity.take_news()
+        told = self.purity.take_news()
         return {} if told is None else {self._rank: told}
 
     # --- for the connector ------------------------------------------------------------------
@@ -269,7 +241,7 @@ class FskvWorker(OffloadingWorker):
         for of_chunk in zip(*(plan.chunks for plan in plans), strict=True):
             chunk = keys.chunks[of_chunk[0].key_idx]
             if not is_load:
-                if self.refuses:
+                if self.purity.refuses:
                     self.mover.leave(chunk, Status.SKIPPED)
                     continue
                 if not self._files.writes(chunk.key_hash):

@@ -132,7 +132,6 @@ class FskvTier(SecondaryTierManager):
         self._reuses_blocks = False  # of some groups vLLM does, while their request runs
         # A worker whose weights are loaded again writes to it; a file without a name once all have it open.
         self._mark, mark = tempfile.mkstemp(prefix="fskv-weights-")
-        self._epochs: Epochs | None = None  # of a tier that rests
         try:
             self._config = tier_config(options)
             self._open(offloading_spec, primary_kv_view, mark)
@@ -147,6 +146,8 @@ class FskvTier(SecondaryTierManager):
     def _open(self, spec: OffloadingSpec, view: memoryview, mark: str) -> None:
         """Ask the workers and begin; raises FskvError. Where they do not know their KV, the tier rests."""
         config, rank = self._config, spec.config.parallel.data_parallel_index
+        # VLLM's CPU tier keeps KV of before an update until it is reset.
+        self._epochs = Epochs(1, None, fixed=config.weights_fixed, has_siblings=True)
         try:
             found = ask_workers(spec, config, self.block_size_bytes, mark)
         except RestError as error:
@@ -165,14 +166,8 @@ class FskvTier(SecondaryTierManager):
             found.max_model_len,
             rank=0,
             world_size=1,
-            purity=Purity(
-                MarkedWeights(self._mark, spec.config.parallel.world_size),
-                0,
-                fixed=config.weights_fixed,
-            ),
+            purity=Purity(MarkedWeights(self._mark), fixed=config.weights_fixed),
         )
-        # VLLM's CPU tier keeps KV of before an update until it is reset.
-        self._epochs = Epochs(1, None, fixed=config.weights_fixed, has_siblings=True)
         for of_group in zip(*found.files.values(), strict=True):
             self._placements[of_group[0].layout.group_idx] = of_group
         worker.placements = self._placements
@@ -230,22 +225,20 @@ class FskvTier(SecondaryTierManager):
 
     def _look_for_updates(self) -> None:
         """Rest as soon as a worker's weights may be others than those of the namespace."""
-        if self._worker is not None and self._worker.refuses and not self._manager.rests:
-            self._manager.rest(
-                "the weights may have changed, and vLLM's caches were not reset since"
-            )
+        if self._worker is not None and (doubt := self._worker.purity.doubt):
+            self._manager.rest(doubt)
 
     def _follow_weights(self) -> None:
         """Begin a step: rest, or go on with the namespace of new weights."""
-        if (epochs := self._epochs) is None or (worker := self._worker) is None:
+        epochs, worker = self._epochs, self._worker
+        if worker is None:
             return
         table = quirks.cached_blocks_of_caller()
         worker.on_step(epochs.on_step(table, None, has_tokens=True), tuple)
         if told := worker.take_served():
             epochs.on_told(told)
-        if epochs.all_serve():
-            self._manager.move([worker.handshake], epochs.number)
-            epochs.opened()
+        if (namespace := epochs.take_opened()) is not None:
+            self._manager.move(namespace, epochs.number)
         self._manager.rest(epochs.resting)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -323,9 +316,8 @@ class FskvTier(SecondaryTierManager):
             self._worker.wait(set(self._jobs))
         else:
             self._worker.drop_jobs()
-        if self._epochs is not None:
-            self._epochs.on_reset(self._worker.weight_counts)
-            self._manager.rest(self._epochs.resting)
+        self._epochs.on_reset({0: self._worker.purity.weights.counts})
+        self._manager.rest(self._epochs.resting)
         self._collect()  # all of them
         if self._reuses_blocks:
             # Of vLLM's CPU tier, which has other requests' blocks again, nothing that follows is stored here.
