@@ -67,6 +67,7 @@ class NamespaceDir:
     file_mode: int
     root: str | None = None  # links are followed in it and not below it; None: in `path`
     writable: bool = True  # False: nothing of it is made, changed or removed
+    encryption: str | None = None  # the identity's
 
     def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str:
         """Return the absolute path of a chunk file; its directory may not exist yet."""
@@ -167,7 +168,13 @@ class Root:
                 os.stat(f"{self.path}/{FORMAT_FILE}")
                 self._open(identity, path)
         return NamespaceDir(
-            path, identity.digest, self.dir_mode, self.file_mode, self.path, self.writable
+            path,
+            identity.digest,
+            self.dir_mode,
+            self.file_mode,
+            self.path,
+            self.writable,
+            identity.encryption,
         )
 
     def _open(self, identity: Identity, path: str) -> None:

@@ -39,6 +39,7 @@ def make_manager(handshake):
     """Make managers that have heard their workers: `make_manager(num_ranks, **options)`."""
     from fskv.config import StoreConfig
     from fskv.engines.vllm.manager import FskvManager
+    from fskv.root.key_file import keys_of
 
     with contextlib.ExitStack() as stack:
 
@@ -48,7 +49,12 @@ def make_manager(handshake):
             made = FskvManager(config, 2, kv_events)
             stack.callback(made.shutdown)
             if workers is None:
-                workers = [handshake(rank, num_ranks) for rank in range(num_ranks)]
+                keys = keys_of(config.key_file)
+                plain = handshake().directory
+                directory = replace(plain, encryption=keys.encryption if keys else None)
+                workers = [
+                    handshake(rank, num_ranks, directory=directory) for rank in range(num_ranks)
+                ]
             if workers:
                 made.set_workers(workers)
             return made

@@ -6,6 +6,7 @@ the same checks against that one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import engine_lab
 import pytest
 import world
+from key_files import write_keys
 
 from fskv.offload.mover import News
 
@@ -48,6 +50,7 @@ from fskv.engines.vllm.worker import FskvWorker
 from fskv.engines.vllm_multi.connector import FskvMultiConnector
 from fskv.errors import ConfigError
 from fskv.observe.metrics import ALL_METRICS
+from fskv.root.key_file import read_keys
 from fskv.root.root import NamespaceDir
 from fskv.types import ChunkId, Status
 
@@ -488,3 +491,25 @@ def test_the_same_checks_hold_for_the_vllm_at_fskv_vllm_path():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_a_scheduler_with_another_key_of_names_than_its_workers_is_refused(
+    make_manager, handshake, tmp_path
+):
+    """Its names would be in nobody else's namespace."""
+    keys = write_keys(tmp_path / "keys", "one")
+    worker = handshake()
+    for encryption, refusal in (
+        (read_keys(keys).encryption, None),
+        (
+            read_keys(write_keys(tmp_path / "other", "one", names="other")).encryption,
+            "key of names",
+        ),
+        (None, "key of names"),
+    ):
+        told = dataclasses.replace(
+            worker, directory=dataclasses.replace(worker.directory, encryption=encryption)
+        )
+        refused = pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext()
+        with refused:
+            make_manager(key_file=keys, workers=[told])

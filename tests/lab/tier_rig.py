@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 from world import make_identity, returns_in_time, wait_for
 
+from fskv.root.key_file import keys_of
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch among themselves
     import torch
@@ -115,12 +117,16 @@ class Rig:
             for _ in range(num_ranks)
         ]
         self.workers, reports = [], []
+        keys = keys_of(options.get("key_file"))
+        identity = make_identity(encryption=keys.encryption if keys is not None else None)
         for rank, tensors in enumerate(self.gpu):
             region = SharedOffloadRegion(engine_id, rank=rank, **place)
             worker = CPUOffloadingWorker(cpu_tiering.posing(caches(tensors)), bpc, NUM_ROWS, region)
             self.workers.append(worker)
             row = [t[0].view(bpc, -1) for t in worker._store_handler.dst_tensors]
-            reports.append(report(rank, row, self.row_nbytes, num_ranks=num_ranks))
+            reports.append(
+                report(rank, row, self.row_nbytes, num_ranks=num_ranks, identity=identity)
+            )
         self.view = self.region.create_kv_memoryview()
         self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, -1)
         workers = combine(reports, num_ranks, self.row_nbytes)

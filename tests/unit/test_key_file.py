@@ -64,7 +64,9 @@ def test_a_key_file_with_other_content_is_refused_in_a_sentence_without_keys(tmp
     assert dict(read_keys(str(path)).keys) == {b"a": A, b"c": C, b"i" * 16: B}
 
 
-def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(tmp_path, key_file):
+def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(
+    tmp_path, key_file, monkeypatch
+):
     for mode in (0o644, 0o660, 0o604, 0o610, 0o602, 0o601, 0o777):
         key_file.chmod(mode)
         assert f"mode {mode:04o}, expected owner" in refused(key_file)

@@ -231,6 +231,11 @@ class FskvManager(OffloadingManager):
                     "(with pipeline stages of different lengths option 'hybrid_chunk_size' needs a number)"
                     f"{_apart(first, worker)}"
                 )
+        own = self._keys.encryption if self._keys is not None else None
+        if own != first.directory.encryption:
+            raise ConfigError(
+                "option 'key_file': the scheduler found another key of names than the workers"
+            )
         if len(workers) != first.world_size:
             raise ConfigError(f"{len(workers)} of {first.world_size} workers reported a namespace")
         self.workers = sorted(workers, key=lambda w: w.rank)
