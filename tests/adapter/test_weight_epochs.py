@@ -298,6 +298,41 @@ def test_a_checkpoint_names_weights_only_where_all_ranks_have_loaded_it(first, s
     assert ("model" in engine.sources[engine.epochs.number]) is (first == second)
 
 
+@pytest.mark.parametrize("num_empty", [0, 1])
+def test_a_version_names_no_weights_that_came_after_it(num_empty):
+    """Without requests a trainer may set it some steps after the update; there is no older KV then."""
+    chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
+    engine = Engine(chance, {})
+    for version in ("1", "2", "3"):
+        engine.reset()
+        for one in engine.ranks:
+            one.worker.start_weight_update()
+            one.worker.update_weights(version)
+            one.worker.finish_weight_update()
+        for _ in range(num_empty):
+            engine.step(has_tokens=False)
+        engine.version = version
+        for _ in range(3):
+            engine.step(has_tokens=False)
+        sources = engine.sources[engine.epochs.number]
+        named = {"model": {"run": "run", "version": version}}
+        assert sources == named if not num_empty else "private" in sources
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_pages_that_were_lost_are_not_stored_though_weights_are_fixed(fixed):
+    rank = Rank()
+    purity = Purity(rank.weights, fixed=fixed)
+    purity.on_step(1, (1, 1))
+    assert not purity.refuses
+    rank.worker.sleep(1)
+    assert purity.refuses
+    purity.on_step(1, (2, 2))
+    assert purity.refuses
+    purity.on_step(2, (3, 3))
+    assert not purity.refuses
+
+
 @pytest.mark.parametrize("was_unseen", [True, False])
 def test_a_checkpoint_names_no_weights_that_were_changed_behind_vllm_s_back(was_unseen):
     """It may lack what was changed."""

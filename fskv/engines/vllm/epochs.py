@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fskv.engines.vllm.weights import NOT_RESET, Counts, Served
+from fskv.engines.vllm.weights import NOT_RESET, Counts, Served, StepNumber
 from fskv.offload.opener import OPENING
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Step:
     """The facts of a step that each rank needs; pickled."""
 
     cache: int  # the number of vLLM's prefix cache
-    number: int  # of the next step with tokens, this one if it has some
+    number: StepNumber
     epoch: int
     sources: Mapping[str, Json]  # of the epoch's weights, as in Identity.epoch
     changes: Mapping[int, int]  # by rank: after so many changes the weights are the epoch's
@@ -48,9 +48,9 @@ class Epochs:
         self._has_siblings = has_siblings
         self._table: object = None  # vLLM's table of cached blocks
         self._cache = 0
-        self._next_step = 1
+        self._step: StepNumber = 1, 0
         self._version: str | None = None
-        self._version_step = 0  # the first step with tokens after it was set
+        self._version_step: StepNumber = 0, 0  # the first after it was set
         self._told = {rank: Served() for rank in range(num_ranks)}
         self._was_reset = False  # since the last step
         self._cache_at_reset = -1  # of the connectors
@@ -81,11 +81,11 @@ class Epochs:
             self._table = table
             if was_reset or not self._has_siblings:
                 self._cache += 1
+        step = self._step = self._step[0], self._step[1] + 1
         if version != self._version:
-            self._version, self._version_step = version, self._next_step
-        number = self._next_step
-        self._next_step += has_tokens
-        return Step(self._cache, number, self.number, self._sources, self._changes)
+            self._version, self._version_step = version, step
+        self._step = step[0] + has_tokens, step[1]
+        return Step(self._cache, step, self.number, self._sources, self._changes)
 
     def on_reset(self, counts: Mapping[int, Counts]) -> None:
         """VLLM resets its connectors' caches, as it does after an update of the weights.
@@ -143,8 +143,15 @@ class Epochs:
         checkpoint, *others = {one.checkpoint for one in self._told.values()}
         if checkpoint and not (others or self._is_unseen or self._was_unseen):
             return {"model": {"checkpoint": checkpoint}}
-        steps = {one.step for one in self._told.values()}
+        step, *later = {one.step for one in self._told.values()}
         is_named = self._run is not None and self._version not in (None, "default")
-        if is_named and not self._is_unseen and steps == {self._version_step}:
+        # Set after the change, and no request ran between both.
+        is_tied = (
+            not later
+            and step is not None
+            and step[0] == self._version_step[0]
+            and step[1] <= self._version_step[1]
+        )
+        if is_named and is_tied and not self._is_unseen:
             return {"model": {"run": self._run, "version": self._version}}
         return {"private": secrets.token_hex(16)}

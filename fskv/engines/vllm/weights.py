@@ -41,6 +41,9 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 _LOSE_PAGES = {"sleep", "discard"}
 
 _Checkpoint = tuple[str, dict[str, tuple[int, ...]]]  # its place, and the states of its files
+StepNumber = tuple[
+    int, int
+]  # of the next step with tokens, this one if it has some; and of all steps
 Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
 
 NOT_RESET = (
@@ -56,8 +59,7 @@ class Served:
     cache: int = 0  # the number of vLLM's prefix cache
     doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
     counts: Counts = (0, 0)
-    # The first with tokens after the last change; None: nothing may name that.
-    step: int | None = None
+    step: StepNumber | None = None  # the first after the last change; None: nothing may name that
     epoch: int = 0
     namespace: NamespaceDir | None = None  # the epoch's; None: the start's
     checkpoint: str = ""  # see Weights
@@ -175,6 +177,8 @@ class Weights:
         name, revision = weights_path, None
         if not name:
             name, revision = config.model_config.model, config.model_config.revision
+        if getattr(config.model_config, "model_weights", None) and not weights_path:
+            return None  # they are elsewhere
         with suppress(ConfigError, OSError):
             if not (weights_iterator or more or any(options.values())):
                 place = checkpoint_place(str(name), revision, config.load_config.download_dir)
@@ -243,7 +247,7 @@ class Purity:
         self._cache = 0
         self._seen = self.counts
         self._is_pure = True
-        self._step = -1  # the first with tokens after the last change
+        self._step: StepNumber = -1, 0  # the first after the last change
         self.epoch = 0  # that is served
         self._num_served = self.counts[0]  # the changes whose weights it is of
         self._namespace: NamespaceDir | None = None
@@ -251,11 +255,12 @@ class Purity:
 
     @property
     def counts(self) -> Counts:
-        """The counts of the weights, of none where the user vouches."""
-        return (0, 0) if self._fixed else self.weights.counts
+        """The counts of the weights; of no change where the user vouches, but of lost pages."""
+        found = self.weights.counts
+        return (0, found[1]) if self._fixed else found
 
-    def on_step(self, cache: int, step: int) -> None:
-        """Begin a step with vLLM's prefix cache number `cache`; `step` counts the steps with tokens."""
+    def on_step(self, cache: int, step: StepNumber) -> None:
+        """Begin a step with vLLM's prefix cache number `cache`."""
         counts, is_new = self.counts, cache != self._cache
         if counts[0] != self._seen[0]:
             self._step = step
