@@ -110,8 +110,9 @@ class StoreConfig:
     weights_fixed: bool = option(
         False,
         "true, false",
-        "Your promise that weights never change inside a running engine. Otherwise an update "
-        "of the weights, or a reset of the connector's cache, begins a namespace that no other engine uses.",
+        "Your promise that weights never change inside a running engine. Otherwise an update of the weights, "
+        "or a reset of the connector's cache, begins a namespace "
+        "([which](vllm.md#weights-that-are-updated)).",
         "You reset the prefix cache, and never change weights.",
     )
     canonical_layout: bool = option(
