@@ -114,7 +114,8 @@ static bool crypt_payload(const FileLayout *layout, const ChunkFile *file, uint8
                       layout->header_nbytes + layout->payload_nbytes, row_digests_in(layout, file, slot), encrypt);
 }
 
-/* The caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
+/* Write the header, and encrypt the payload where there are keys: not CHUNK_OK, and nothing may be written. The
+ * caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
 static ChunkResult finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested,
                           FileKey *file_key)
 {
@@ -242,7 +243,7 @@ static uint8_t *check_header(const FileLayout *layout, const ChunkFile *file, ui
         (size_t)(end - at) < digests_nbytes ||
         !check_tail(at + digests_nbytes, end, slot + layout->header_nbytes))
         return NULL;
-    return slot + (at - slot);
+    return (uint8_t *)at; /* in the slot, which the caller may change */
 }
 
 /* Check the rows from `start` to `stop` of the slot, and decrypt them in place. */
