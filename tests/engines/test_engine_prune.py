@@ -24,6 +24,7 @@ PROMPT_TOKENS = 1100
 FILE_NBYTES = (128 + 4) << 10
 RESET = lab.RESET
 FIRST, SECOND, THIRD = range(10), range(10, 18), range(18, 28)
+WRITTEN_NBYTES = 3 * len(THIRD) // 2 * (PROMPT_TOKENS // 128) * FILE_NBYTES  # beside the watcher
 
 
 def _ask(number: int, label: str) -> dict:
@@ -116,9 +117,11 @@ def test_two_live_engines_are_pruned_once_and_then_watched(root, tmp_path):
         results = [engine.wait() for engine in engines]
         assert watcher.poll() is None
         sampler.stop()
-        # The bound holds a few seconds of writing: see docs/architecture.md, "Capacity".
-        assert max(sampler.nbytes[reached:]) <= 1.2 * bound
+        # How much is above the bound for a moment is a question of how fast the machine is: less than half of
+        # what the engines wrote. See docs/architecture.md, "Capacity".
+        assert max(sampler.nbytes[reached:]) <= bound + WRITTEN_NBYTES // 2
         assert max(sampler.nbytes[reached:]) > bound // 2, "it was not held by removing everything"
+        wait_for(lambda: count(root)[0] <= bound, 60)
         watcher.send_signal(signal.SIGTERM)
         assert "counts and prunes" in _said(watcher)[1]
         assert watcher.returncode == 0
@@ -127,6 +130,7 @@ def test_two_live_engines_are_pruned_once_and_then_watched(root, tmp_path):
             engine.kill()
         if watcher is not None:
             watcher.kill()
+            watcher.communicate()
         sampler.stop()
     _judge(results, root)
 
