@@ -52,8 +52,10 @@ class Epochs:
         self._version: str | None = None
         self._version_step: StepNumber = 0, 0  # the first after it was set
         self._told = {rank: Served() for rank in range(num_ranks)}
-        self._was_reset = False  # since the last step
-        self._cache_at_reset = -1  # of the connectors
+        self._reset_at = (
+            -1,
+            self._step,
+        )  # the cache and the step before the last reset of the connectors
         self._is_unexplained = False  # that reset, as yet: no update came before it
         self._is_unseen = False  # nothing explained one: weights were changed behind vLLM's back
         self._was_unseen = False  # so no checkpoint tells what it has left
@@ -70,16 +72,17 @@ class Epochs:
         for one in self._told.values():
             if one.doubt:
                 return one.doubt
-        if self._is_unexplained or self._is_unseen:
+        is_unreset = self._reset_at[0] == self._cache and self._is_outdated()
+        if self._is_unexplained or self._is_unseen or is_unreset:
             return NOT_RESET
         return OPENING if self._opened < self.number or self._is_outdated() else ""
 
     def on_step(self, table: object, version: str | None, *, has_tokens: bool) -> Step:
         """Begin a step. `table` is vLLM's table of cached blocks, which a reset replaces."""
-        was_reset, self._was_reset = self._was_reset, False
         if table is not self._table:
             self._table = table
-            if was_reset or not self._has_siblings:
+            # A sibling was reset with it if no step came between.
+            if not self._has_siblings or self._reset_at == (self._cache, self._step):
                 self._cache += 1
         step = self._step = self._step[0], self._step[1] + 1
         if version != self._version:
@@ -93,10 +96,9 @@ class Epochs:
         `counts` are those of all ranks now. An update that was seen explains the reset, and so does one, or a
         sleep, that follows at once.
         """
-        self._was_reset = True
+        self._reset_at = self._cache, self._step
         if self._fixed:
             return
-        self._cache_at_reset = self._cache
         before = self._accounted
         self._account(counts)
         self._is_unexplained = not all(one[0] > before[rank][0] for rank, one in counts.items())
@@ -112,7 +114,7 @@ class Epochs:
     def on_told(self, told: Mapping[int, Served]) -> None:
         """Take the ranks' answers, and begin an epoch if they have weights without one."""
         self._told |= told
-        if self._cache == self._cache_at_reset:
+        if self._reset_at[0] == self._cache:
             return  # vLLM's own cache was not reset with the connectors'
         if any(one.doubt or one.cache != self._cache for one in self._told.values()):
             return

@@ -77,27 +77,29 @@ class Weights:
         self._parameters: set[str] = set()
         self._changed: set[str] = set()
         self._loaded: set[str] = set()
+        self.before_loss: list[Callable[[], object]] = []  # what ends all use of the pages
         self._num_running = 0
-        self._num_open = 0  # changes since one ended well
+        self._is_open = False  # whether the last change has not ended, or failed
+        self._has_failed = False  # whether a change has, since a checkpoint told the weights
         self._worker: Any = None
-        self._marks: list[int] = []
+        self._marks: dict[int, int] = {}  # by descriptor, each "x" that has no "." yet
         self._lock = threading.Lock()
 
     @property
     def is_steady(self) -> bool:
         """Whether no update is under way, and the last one did not fail."""
         is_session = getattr(self._worker, "_weight_update_active", False)
-        return not (self._num_running or self._num_open or is_session)
+        return not (self._num_running or self._is_open or is_session)
 
     def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
         """Note changes from now on.
 
         With each a byte is written to the file `mark`, for those who look from another process of this
-        machine: "x" before it, and a "." for each "x" when one has ended well. The file may be unlinked once
-        this has returned. Raises OSError.
+        machine: "x" before it, and a "." for each "x" when one has ended well; "y" before pages are lost.
+        The file may be unlinked once this has returned. Raises OSError.
         """
         if mark is not None:
-            self._marks.append(os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+            self._marks[os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)] = 0
         if self._worker is not None:
             return
         self._worker = worker
@@ -113,6 +115,8 @@ class Weights:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
+                if _words(name) & _LOSE_PAGES:
+                    self._lose_pages()
                 is_change = not self._num_running and self._begin(name, [*args, *kwargs.values()])
                 self._num_running += 1
             is_good, before = False, None
@@ -136,8 +140,6 @@ class Weights:
 
     def _begin(self, name: str, given: list[Any]) -> bool:
         """Note a call before it begins; returns False where it leaves the weights as they are."""
-        words = _words(name)
-        self.counts = self.counts[0], self.counts[1] + bool(words & _LOSE_PAGES)
         if name == "sleep" and given in ([], [1]):
             return False
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
@@ -147,7 +149,7 @@ class Weights:
         # have. After the words here the weights are nothing that has a name.
         transfer = getattr(config, "weight_transfer_config", None)
         is_patch = "sparse" in str(getattr(transfer, "backend", ""))
-        is_loss = words & {"sleep", "discard", "reset"}
+        is_loss = _words(name) & {"sleep", "discard", "reset"}
         self._change(name, has_name=not (config.speculative_config or is_patch or is_loss))
         return True
 
@@ -155,19 +157,33 @@ class Weights:
         self.counts = self.counts[0] + 1, self.counts[1]
         self.method, self.has_name = method, has_name
         self.checkpoint, self._loaded = "", set()
-        self._num_open += 1
-        self._tell(b"x")
+        self._is_open = True
+        for fd in self._marks:
+            os.write(fd, b"x")
+            self._marks[fd] += 1
+
+    def _lose_pages(self) -> None:
+        self.counts = self.counts[0], self.counts[1] + 1
+        for fd in self._marks:
+            os.write(fd, b"y")
+        for each in self.before_loss:
+            each()
 
     def _end(self, name: str, *, is_change: bool, is_good: bool) -> None:
         self._num_running -= 1
         if not is_good:  # nobody knows the weights
-            if not self._num_open:
+            if not self._is_open:
                 self._change(name, has_name=False)
             self.has_name, self.checkpoint, self._changed = False, "", self._parameters
+            self._has_failed = True
         elif is_change:
-            with suppress(OSError):
-                self._tell(b"." * self._num_open)
-            self._num_open = 0
+            self._has_failed &= not self.checkpoint
+            self.has_name &= not self._has_failed
+            self._is_open = False
+        if not self._is_open:
+            with suppress(OSError):  # then with the next call
+                for fd, num in self._marks.items():
+                    self._marks[fd] -= os.write(fd, b"." * num)
 
     def _checkpoint(
         self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
@@ -206,10 +222,6 @@ class Weights:
         took_s = time.monotonic() - begin
         logger.info("fskv: the fingerprint of %s took %.1f s: %s", place, took_s, told)
 
-    def _tell(self, told: bytes) -> None:
-        for fd in self._marks:
-            os.write(fd, told)
-
 
 class MarkedWeights:
     """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
@@ -230,7 +242,7 @@ class MarkedWeights:
 
     @property
     def counts(self) -> Counts:
-        return self._count(b"x"), 0
+        return self._count(b"x"), self._count(b"y")
 
     @property
     def is_steady(self) -> bool:
