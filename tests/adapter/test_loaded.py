@@ -76,8 +76,8 @@ class Runner:
 @pytest.fixture
 def worker_of(monkeypatch):
     """Make vLLM's worker base class, and nothing else of a worker."""
+    from fskv.engines.around import around
     from fskv.engines.vllm import loaded
-    from fskv.engines.vllm.around import around
 
     def construct(self, vllm_config):
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from fskv.engines.vllm.around import around
+from fskv.engines.around import around
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
