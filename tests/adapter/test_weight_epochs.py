@@ -491,8 +491,8 @@ def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):
         assert told.is_steady is weights.is_steady is not fails
         worker.sleep(1)
         assert told.is_steady is weights.is_steady is not fails
-    assert told.counts == (3, 3)
-    assert mark.read_bytes() == b"xyxyx...y"
+    assert told.counts == weights.counts == (5, 3)
+    assert mark.read_bytes() == b"xxyxxyx.....y"
 
 
 def test_an_end_that_could_not_be_told_is_told_with_the_next_call(tmp_path, monkeypatch):

@@ -270,7 +270,7 @@ class FskvConnector(OffloadingConnector):
         if (worker := self._worker) is not None:
             meta = self._connector_metadata
             if isinstance(meta, FskvConnectorMetadata) and meta.step is not None:
-                worker.on_step(meta.step, lambda: take_deferred_stores(self.connector_worker))
+                worker.on_step(meta.step)
                 for keys in meta.touches:
                     worker.touch(keys)
             super().start_load_kv(forward_context, **kwargs)

@@ -121,9 +121,9 @@ class Epochs:
         self._account({rank: one.counts for rank, one in self._told.items()})
         if self._is_unseen or self._is_outdated():
             self.number += 1
+            self._was_unseen |= self._is_unseen
             self._sources = self._name_weights()
             self._changes = {rank: one.counts[0] for rank, one in self._told.items()}
-            self._was_unseen |= self._is_unseen
             self._is_unseen = False
 
     def take_opened(self) -> NamespaceDir | None:
@@ -143,17 +143,13 @@ class Epochs:
         came with the change of all, or a new one.
         """
         checkpoint, *others = {one.checkpoint for one in self._told.values()}
-        if checkpoint and not (others or self._is_unseen or self._was_unseen):
+        if checkpoint and not (others or self._was_unseen):
             return {"model": {"checkpoint": checkpoint}}
         step, *later = {one.step for one in self._told.values()}
         is_named = self._run is not None and self._version not in (None, "default")
         # Set after the change, and no request ran between both.
-        is_tied = (
-            not later
-            and step is not None
-            and step[0] == self._version_step[0]
-            and step[1] <= self._version_step[1]
-        )
+        (num_tokens, num), of_version = step, self._version_step
+        is_tied = not later and num_tokens == of_version[0] and num <= of_version[1]
         if is_named and is_tied and not self._is_unseen:
             return {"model": {"run": self._run, "version": self._version}}
         return {"private": secrets.token_hex(16)}

@@ -41,9 +41,7 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 _LOSE_PAGES = {"sleep", "discard"}
 
 _Checkpoint = tuple[str, dict[str, tuple[int, ...]]]  # its place, and the states of its files
-StepNumber = tuple[
-    int, int
-]  # of the next step with tokens, this one if it has some; and of all steps
+StepNumber = tuple[int, int]  # of the next step with tokens, maybe this one; and of all steps
 Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
 
 NOT_RESET = (
@@ -59,7 +57,7 @@ class Served:
     cache: int = 0  # the number of vLLM's prefix cache
     doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
     counts: Counts = (0, 0)
-    step: StepNumber | None = None  # the first after the last change; None: nothing may name that
+    step: StepNumber = -1, 0  # the first after the last change; of none where nothing may name that
     epoch: int = 0
     namespace: NamespaceDir | None = None  # the epoch's; None: the start's
     checkpoint: str = ""  # see Weights
@@ -172,10 +170,8 @@ class Weights:
     def _end(self, name: str, *, is_change: bool, is_good: bool) -> None:
         self._num_running -= 1
         if not is_good:  # nobody knows the weights
-            if not self._is_open:
-                self._change(name, has_name=False)
-            self.has_name, self.checkpoint, self._changed = False, "", self._parameters
-            self._has_failed = True
+            self._changed, self._has_failed = self._parameters, True
+            self._change(name, has_name=False)
         elif is_change:
             self._has_failed &= not self.checkpoint
             self.has_name &= not self._has_failed
@@ -259,7 +255,7 @@ class Purity:
         self._cache = 0
         self._seen = self.counts
         self._is_pure = True
-        self._step: StepNumber = -1, 0  # the first after the last change
+        self._step = Served.step
         self.epoch = 0  # that is served
         self._num_served = self.counts[0]  # the changes whose weights it is of
         self._namespace: NamespaceDir | None = None
@@ -298,7 +294,7 @@ class Purity:
 
     def take_news(self) -> Served | None:
         """Return the state of the last step if it is not the one that was told last."""
-        step = self._step if self.weights.has_name else None
+        step = self._step if self.weights.has_name else Served.step
         served, checkpoint = (self.epoch, self._namespace), self.weights.checkpoint
         now = Served(self._cache, self.doubt, self._seen, step, *served, checkpoint)
         told, self._told = self._told, now

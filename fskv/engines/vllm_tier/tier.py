@@ -234,7 +234,7 @@ class FskvTier(SecondaryTierManager):
         if worker is None:
             return
         table = quirks.cached_blocks_of_caller()
-        worker.on_step(epochs.on_step(table, None, has_tokens=True), tuple)
+        worker.on_step(epochs.on_step(table, None, has_tokens=True))
         if told := worker.take_served():
             epochs.on_told(told)
         if (namespace := epochs.take_opened()) is not None:
@@ -313,7 +313,7 @@ class FskvTier(SecondaryTierManager):
             return
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
-            self._worker.wait(set(self._jobs))
+            self._worker.mover.free_pages()
         else:
             self._worker.drop_jobs()
         self._epochs.on_reset({0: self._worker.purity.weights.counts})
