@@ -133,7 +133,7 @@ class Engine:
         for rank, one in enumerate(self.ranks):
             one.purity.on_step(step.cache, step.number)
             changes = step.changes[rank]
-            is_wanted = number != one.purity.epoch and one.purity.counts[0] == changes
+            is_wanted = number != one.purity.state.epoch and one.purity.counts[0] == changes
             if is_wanted and self.chance.random() < 0.7:
                 self.sources[number] = step.sources
                 one.purity.serve(number, changes, f"namespace {number}")
@@ -154,7 +154,7 @@ class Engine:
         for rank, one in enumerate(self.ranks):
             if one.purity.refuses:
                 continue
-            sources = self.sources[one.purity.epoch]
+            sources = self.sources[one.purity.state.epoch]
             name = json.dumps(sources, sort_keys=True)
             for block in self.blocks:
                 known = self.namespaces.setdefault((name, rank), block[rank])
@@ -455,27 +455,6 @@ class Mixed(OfUser, Worker):
 def test_all_methods_of_a_worker_s_extension_may_change_weights():
     assert {"sync", "check_and_pull"} <= set(changing_methods(Mixed, OfUser))
     assert not {"sync", "check_and_pull", "__reduce__"} & set(changing_methods(Mixed))
-
-
-@pytest.mark.parametrize(
-    ("told", "is_steady"),
-    [
-        (b"", True),
-        (b"x", False),
-        (b"x.", True),
-        (b"xx.", False),
-        (b"xx..", True),
-        (b"yxy.", True),
-    ],
-)
-def test_weights_of_other_processes_are_read_from_their_marks(tmp_path, told, is_steady):
-    path = tmp_path / "mark"
-    path.write_bytes(told)
-    fd = os.open(path, os.O_RDONLY)
-    weights = MarkedWeights(fd)
-    assert weights.is_steady is is_steady
-    assert weights.counts == (told.count(b"x"), told.count(b"y"))
-    os.close(fd)
 
 
 def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):

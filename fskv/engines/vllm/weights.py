@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,8 +189,8 @@ class Weights:
         name, revision = weights_path, None
         if not name:
             name, revision = config.model_config.model, config.model_config.revision
-        if getattr(config.model_config, "model_weights", None) and not weights_path:
-            return None  # they are elsewhere
+            if getattr(config.model_config, "model_weights", None):
+                return None  # they are elsewhere
         with suppress(ConfigError, OSError):
             if not (weights_iterator or more or any(options.values())):
                 place = checkpoint_place(str(name), revision, config.load_config.download_dir)
@@ -252,13 +252,9 @@ class Purity:
         """`fixed`: the user vouches that weights never change."""
         self.weights = weights
         self._fixed = fixed
-        self._cache = 0
-        self._seen = self.counts
         self._is_pure = True
-        self._step = Served.step
-        self.epoch = 0  # that is served
-        self._num_served = self.counts[0]  # the changes whose weights it is of
-        self._namespace: NamespaceDir | None = None
+        self.state = Served(counts=self.counts)  # of the last step
+        self._num_served = self.counts[0]  # the changes whose weights the epoch is of
         self._told = Served()
 
     @property
@@ -267,21 +263,24 @@ class Purity:
         found = self.weights.counts
         return (0, found[1]) if self._fixed else found
 
+    @property
+    def _is_steady(self) -> bool:
+        return self._fixed or self.weights.is_steady
+
     def on_step(self, cache: int, step: StepNumber) -> None:
         """Begin a step with vLLM's prefix cache number `cache`."""
-        counts, is_new = self.counts, cache != self._cache
-        if counts[0] != self._seen[0]:
-            self._step = step
-        is_same = is_new or (self._is_pure and counts == self._seen)
-        self._is_pure = is_same and (self._fixed or self.weights.is_steady)
-        self._cache, self._seen = cache, counts
+        last, counts = self.state, self.counts
+        self._is_pure = not self.doubt if cache == last.cache else self._is_steady
+        if counts[0] == last.counts[0]:
+            step = last.step
+        self.state = replace(last, cache=cache, counts=counts, step=step)
 
     @property
     def doubt(self) -> str:
         """Why a page may hold KV of other weights than those of now, in words; "": none does."""
-        if not (self._fixed or self.weights.is_steady):
+        if not self._is_steady:
             return f"an update of the weights is under way, or failed ({self.weights.method})"
-        return "" if self._is_pure and self.counts == self._seen else NOT_RESET
+        return "" if self._is_pure and self.counts == self.state.counts else NOT_RESET
 
     @property
     def refuses(self) -> bool:
@@ -290,13 +289,14 @@ class Purity:
 
     def serve(self, epoch: int, num_changes: int, namespace: NamespaceDir) -> None:
         """Serve an epoch from now on, that of the weights after so many changes."""
-        self.epoch, self._num_served, self._namespace = epoch, num_changes, namespace
+        self._num_served = num_changes
+        self.state = replace(self.state, epoch=epoch, namespace=namespace)
 
     def take_news(self) -> Served | None:
         """Return the state of the last step if it is not the one that was told last."""
-        step = self._step if self.weights.has_name else Served.step
-        served, checkpoint = (self.epoch, self._namespace), self.weights.checkpoint
-        now = Served(self._cache, self.doubt, self._seen, step, *served, checkpoint)
+        step = self.state.step if self.weights.has_name else Served.step
+        checkpoint = self.weights.checkpoint
+        now = replace(self.state, doubt=self.doubt, step=step, checkpoint=checkpoint)
         told, self._told = self._told, now
         return None if told == now else now
 

@@ -158,7 +158,7 @@ class FskvWorker(OffloadingWorker):
         """Begin a step, and go on to its epoch once that is open."""
         self.purity.on_step(step.cache, step.number)
         changes = step.changes[self._rank]
-        if step.epoch == self.purity.epoch or changes != self.purity.counts[0]:
+        if step.epoch == self.purity.state.epoch or changes != self.purity.counts[0]:
             return
         opened = self._opener.take(step.sources)
         if opened is not None:
@@ -181,8 +181,7 @@ class FskvWorker(OffloadingWorker):
         self.mover.drop()
         for keys in deferred:
             assert isinstance(keys, ChunkKeys)
-            skipped = Status.SKIPPED.value
-            self.mover.counters.add(metrics.STORES_SKIPPED, len(keys.chunks), skipped)
+            self.mover.counters.add(metrics.STORES_SKIPPED, len(keys.chunks), Status.SKIPPED.value)
 
     def take_failed_jobs(self) -> set[int]:
         """Return the load jobs that get_finished reported and whose pages hold nothing to rely on."""

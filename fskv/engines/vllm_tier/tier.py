@@ -235,8 +235,7 @@ class FskvTier(SecondaryTierManager):
             return
         table = quirks.cached_blocks_of_caller()
         worker.on_step(epochs.on_step(table, None, has_tokens=True))
-        if told := worker.take_served():
-            epochs.on_told(told)
+        epochs.on_told(worker.take_served())
         if (namespace := epochs.take_opened()) is not None:
             self._manager.move(namespace, epochs.number)
         self._manager.rest(epochs.resting)
