@@ -37,9 +37,7 @@ class Updates:
     def __init__(self) -> None:
         self.method = ""  # that began the last one
         self._num_running = 0
-        self._sessions: set[int] = (
-            set()
-        )  # that have begun and not ended, by the id of their updater
+        self._sessions: set[int] = set()  # under way, by the id of their updater
         self._failed = False
 
     @property

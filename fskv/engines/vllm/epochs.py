@@ -52,10 +52,7 @@ class Epochs:
         self._version: str | None = None
         self._version_step: StepNumber = 0, 0  # the first after it was set
         self._told = {rank: Served() for rank in range(num_ranks)}
-        self._reset_at = (
-            -1,
-            self._step,
-        )  # the cache and the step before the last reset of the connectors
+        self._reset_at = -1, self._step  # cache and step before the connectors' last reset
         self._is_unexplained = False  # that reset, as yet: no update came before it
         self._is_unseen = False  # nothing explained one: weights were changed behind vLLM's back
         self._was_unseen = False  # so no checkpoint tells what it has left
@@ -107,8 +104,8 @@ class Epochs:
     def _account(self, counts: Mapping[int, Counts]) -> None:
         """Judge the last reset by the counts since."""
         was, self._accounted = self._accounted, {**self._accounted, **counts}
-        if self._is_unexplained and any(self._accounted[rank] == was[rank] for rank in was):
-            self._is_unseen = True
+        is_same = any(self._accounted[rank] == was[rank] for rank in was)
+        self._is_unseen |= self._is_unexplained and is_same
         self._is_unexplained = False
 
     def on_told(self, told: Mapping[int, Served]) -> None:
