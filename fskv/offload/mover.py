@@ -298,9 +298,7 @@ class Mover:
         return ended
 
     def free_pages(self, job_ids: Collection[int] | None = None) -> None:
-        """Wait until the pages of these jobs, or of all, are free: stores go on from fskv's memory, loads
-        fail.
-        """
+        """Wait until the pages of these jobs, or of all, are free: stores go on from memory, loads fail."""
         self._runner.wait(job_ids)
 
     def drop(self) -> None:

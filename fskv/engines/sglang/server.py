@@ -58,11 +58,12 @@ class Updates:
             if name.startswith(_BEGIN):  # SGLang has given up what it had begun
                 self._sessions.discard(id(updater))
             # A part of a session does not make up for another one.
-            is_part = bool(self._num_running or self._sessions)
+            is_end = name.startswith(_END)
+            is_part = bool(self._num_running or self._sessions) or is_end
             self._failed = not succeeded or (self._failed and is_part)
             if succeeded and name.startswith(_BEGIN):
                 self._sessions.add(id(updater))
-            if succeeded and name.startswith(_END):
+            if succeeded and is_end:
                 self._sessions.discard(id(updater))
             self._rest()
         return found
