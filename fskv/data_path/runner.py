@@ -38,7 +38,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, cast
 
@@ -270,14 +270,14 @@ class JobRunner(Generic[SlotT]):
             job.tasks = []  # those that go on know their job; the circle would wait for the collector
         return results
 
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Return when the KV pages of these jobs are free; never waits for a disk.
+    def wait(self, job_ids: Collection[int] | None = None) -> None:
+        """Return when the KV pages of these jobs, or of all, are free; never waits for a disk.
 
         Stores are gathered into spare slots as far as those reach, the rest is cancelled; loads are
         given up, so that they fail and are recomputed. Waits for the event of a store that it gathers.
         """
         self._collect()
-        jobs = [self._jobs[j] for j in job_ids if j in self._jobs]
+        jobs = [job for j, job in self._jobs.items() if job_ids is None or j in job_ids]
         self._gather_ahead([job for job in jobs if not job.is_load])
         for job in jobs:
             self._abandon(job, Status.SKIPPED)

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -297,8 +297,8 @@ class Mover:
         self._collect()
         return ended
 
-    def free_pages(self, job_ids: Iterable[int]) -> None:
-        """Wait until the pages of these jobs are free: stores go on from fskv's memory, loads fail."""
+    def free_pages(self, job_ids: Collection[int] | None = None) -> None:
+        """Wait until the pages of these jobs, or of all, are free: stores go on from memory, loads fail."""
         self._runner.wait(job_ids)
 
     def drop(self) -> None:

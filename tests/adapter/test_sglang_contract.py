@@ -429,11 +429,11 @@ def update(monkeypatch):
     """An update of the weights that ends as it is told to."""
     monkeypatch.setattr(server, "updates", server.Updates())
     results = []
-    monkeypatch.setattr(WeightUpdater, "update_weights_from_disk", results.pop)
+    monkeypatch.setattr(WeightUpdater, "update_weights_from_disk", lambda _: results.pop())
 
     def update(result=(True, "")):
         results.append(result)
-        assert WeightUpdater.update_weights_from_disk() == result
+        assert WeightUpdater.update_weights_from_disk(None) == result
 
     return update
 
@@ -657,7 +657,7 @@ def test_each_way_to_change_weights_is_watched(make):
         *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
         *("load_weights_from_distributed", "begin_weight_update", "end_weight_update"),
     ]
-    assert all(hasattr(getattr(WeightUpdater, name), "tells_fskv") for name in ways)
-    assert hasattr(WeightChecker._reset_tensors, "tells_fskv")
-    assert hasattr(UnifiedRadixCache.reset, "tells_fskv")
-    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "tells_fskv")
+    assert all(hasattr(getattr(WeightUpdater, name), "by_fskv") for name in ways)
+    assert hasattr(WeightChecker._reset_tensors, "by_fskv")
+    assert hasattr(UnifiedRadixCache.reset, "by_fskv")
+    assert hasattr(SchedulerWeightUpdaterManager.resume_memory_occupation, "by_fskv")

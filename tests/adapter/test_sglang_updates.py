@@ -39,8 +39,8 @@ class Engine:
 
     cache_controller = object()
 
-    def __init__(self, goes_on=True):
-        self.store = Store()
+    def __init__(self, goes_on=True, store=None):
+        self.store = store or Store()
         server.stores[self.store] = goes_on
         self.weights, self.memory, self.is_open = 0, set(), False
 
@@ -52,7 +52,9 @@ class Engine:
         self.weights += 1
         return result
 
-    def begin_weight_update(self):
+    def begin_weight_update(self, result=None):
+        if result is not None:
+            raise result
         self.is_open = True
 
     def end_weight_update(self, result=None):
@@ -84,11 +86,8 @@ def updates(monkeypatch):
 FAILURE = RuntimeError("connection lost")
 UPDATE, RESET = ("update_weights",), ("reset",)
 FAILED, RAISED = ("update_weights", (False, "no such file")), ("update_weights", FAILURE)
-BEGIN, END, NOT_ENDED = (
-    ("begin_weight_update",),
-    ("end_weight_update",),
-    ("end_weight_update", FAILURE),
-)
+BEGIN, END = ("begin_weight_update",), ("end_weight_update",)
+NOT_BEGUN, NOT_ENDED = (*BEGIN, FAILURE), (*END, FAILURE)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +145,22 @@ def test_no_namespace_gets_kv_of_two_sets_of_weights(guarded):
         renewed += sum(map(bool, engine.store.namespaces[1:]))
     assert renewed > 100
     assert bool(mixed) is not guarded
+
+
+def test_a_session_that_began_on_one_of_two_runners_alone_ends_with_the_next_whole_one():
+    """SGLang gives it up where the other runner fails; nobody ends it."""
+    engine = Engine()
+    draft = Engine(store=engine.store)
+    for other in (NOT_BEGUN, BEGIN):
+        engine.call(*BEGIN)
+        draft.call(*other)
+        engine.call(*RESET)
+        assert engine.store.resting
+    for call in (UPDATE, END):
+        engine.call(*call)
+        draft.call(*call)
+    engine.call(*RESET)
+    assert not engine.store.resting
 
 
 def test_a_reset_of_a_tree_without_host_memory_ends_no_rest():

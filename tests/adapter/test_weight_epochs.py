@@ -7,6 +7,7 @@ updates, resets, versions and sleeps come in any order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -25,7 +26,14 @@ from fskv.config import StoreConfig
 from fskv.engines.vllm import weights as weights_module
 from fskv.engines.vllm.epochs import Epochs
 from fskv.engines.vllm.manager import FskvManager
-from fskv.engines.vllm.weights import MarkedWeights, Purity, Weights, changing_methods
+from fskv.engines.vllm.weights import (
+    NOT_RESET,
+    MarkedWeights,
+    Purity,
+    Served,
+    Weights,
+    changing_methods,
+)
 from fskv.offload.opener import OPENING
 
 pytestmark = world.VLLM
@@ -72,6 +80,8 @@ class Worker:
     def load_weights(self, names):
         return names
 
+    def apply_model(self): ...
+
     def sleep(self, level=1):
         if level == 2:
             self.model = f"garbage {random.random()}"
@@ -84,6 +94,9 @@ class Extension:
 
     def patch(self, name):
         self.model = name
+
+    def release(self):
+        self.sleep(1)
 
 
 class Extended(Extension, Worker):
@@ -120,7 +133,7 @@ class Engine:
         for rank, one in enumerate(self.ranks):
             one.purity.on_step(step.cache, step.number)
             changes = step.changes[rank]
-            is_wanted = number != one.purity.epoch and one.purity.counts[0] == changes
+            is_wanted = number != one.purity.state.epoch and one.purity.counts[0] == changes
             if is_wanted and self.chance.random() < 0.7:
                 self.sources[number] = step.sources
                 one.purity.serve(number, changes, f"namespace {number}")
@@ -141,7 +154,7 @@ class Engine:
         for rank, one in enumerate(self.ranks):
             if one.purity.refuses:
                 continue
-            sources = self.sources[one.purity.epoch]
+            sources = self.sources[one.purity.state.epoch]
             name = json.dumps(sources, sort_keys=True)
             for block in self.blocks:
                 known = self.namespaces.setdefault((name, rank), block[rank])
@@ -319,18 +332,19 @@ def test_a_version_names_no_weights_that_came_after_it(num_empty):
         assert sources == named if not num_empty else "private" in sources
 
 
+@pytest.mark.parametrize("through", ["sleep", "release"])
 @pytest.mark.parametrize("fixed", [True, False])
-def test_pages_that_were_lost_are_not_stored_though_weights_are_fixed(fixed):
+def test_pages_that_were_lost_are_not_stored_though_weights_are_fixed(fixed, through):
     rank = Rank()
     purity = Purity(rank.weights, fixed=fixed)
     purity.on_step(1, (1, 1))
     assert not purity.refuses
-    rank.worker.sleep(1)
+    getattr(rank.worker, through)()
     assert purity.refuses
     purity.on_step(1, (2, 2))
     assert purity.refuses
     purity.on_step(2, (3, 3))
-    assert not purity.refuses
+    assert purity.refuses is (through == "release" and not fixed), "it may have changed weights"
 
 
 @pytest.mark.parametrize("was_unseen", [True, False])
@@ -343,7 +357,9 @@ def test_a_checkpoint_names_no_weights_that_were_changed_behind_vllm_s_back(was_
     assert ("model" in engine.sources[engine.epochs.number]) is not was_unseen
 
 
-@pytest.mark.parametrize("why", ["a draft", "a patch", "a loss", "a part that failed", ""])
+@pytest.mark.parametrize(
+    "why", ["a draft", "a patch", "a loss", "a part that failed", "a part before it", ""]
+)
 @pytest.mark.parametrize("is_reload", [True, False])
 def test_weights_that_a_name_may_not_tell_are_named_by_none(why, is_reload):
     chance = SimpleNamespace(random=lambda: 0.5, choice=lambda words: words[0])
@@ -362,8 +378,10 @@ def test_weights_that_a_name_may_not_tell_are_named_by_none(why, is_reload):
             worker.finish_weight_update()
         if why == "a loss":
             worker.sleep(2)
-        if why == "a part that failed":
+        if why.startswith("a part"):
             worker.swallow()
+        if why == "a part before it":
+            worker.apply_model()
     engine.version = "A"
     engine.reset()
     for _ in range(4):
@@ -382,12 +400,24 @@ def test_a_reset_that_left_vllm_s_own_cache_begins_no_epoch_of_what_is_in_it():
     engine.epochs.on_reset(counts)  # requests are running: the pool refuses
     for _ in range(4):
         engine.step()
-    assert "was not reset" in engine.epochs.resting
+    assert engine.epochs.resting == NOT_RESET
     engine.reset()
     for _ in range(4):
         engine.step()
     assert engine.epochs.resting == ""
     assert "private" in engine.sources[engine.epochs.number]
+
+
+def test_after_a_reset_that_the_pool_refused_no_namespace_is_being_opened():
+    epochs, changed = Epochs(1, None, fixed=False, has_siblings=False), (1, 0)
+    epochs.on_step("first", None, has_tokens=True)
+    epochs.on_told({0: Served(1, NOT_RESET, changed)})
+    for table, is_refused in (("second", True), ("third", False)):
+        step = epochs.on_step(table, None, has_tokens=True)
+        if is_refused:
+            epochs.on_reset({0: changed})
+        epochs.on_told({0: Served(step.cache, "", changed)})
+        assert epochs.resting == (NOT_RESET if is_refused else OPENING)
 
 
 def test_a_reload_of_the_engine_s_own_checkpoint_is_of_its_revision_and_place(monkeypatch):
@@ -427,26 +457,6 @@ def test_all_methods_of_a_worker_s_extension_may_change_weights():
     assert not {"sync", "check_and_pull", "__reduce__"} & set(changing_methods(Mixed))
 
 
-@pytest.mark.parametrize(
-    ("told", "is_steady"),
-    [
-        (b"", True),
-        (b"x", False),
-        (b"x.", True),
-        (b"xx.", False),
-        (b"xx..", True),
-    ],
-)
-def test_weights_of_other_processes_are_read_from_their_marks(tmp_path, told, is_steady):
-    path = tmp_path / "mark"
-    path.write_bytes(told)
-    fd = os.open(path, os.O_RDONLY)
-    weights = MarkedWeights(fd)
-    assert weights.is_steady is is_steady
-    assert weights.counts == (told.count(b"x"), 0)
-    os.close(fd)
-
-
 def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):
     mark = tmp_path / "mark"
     mark.touch()
@@ -460,8 +470,31 @@ def test_a_file_tells_that_an_update_failed_until_a_whole_one(tmp_path):
         assert told.is_steady is weights.is_steady is not fails
         worker.sleep(1)
         assert told.is_steady is weights.is_steady is not fails
-    assert told.counts == (3, 0)
-    assert mark.read_bytes() == b"xxx..."
+    assert told.counts == weights.counts == (5, 3)
+    assert mark.read_bytes() == b"xxyxxyx.....y"
+
+
+def test_an_end_that_could_not_be_told_is_told_with_the_next_call(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    mark.touch()
+    worker, weights = Extended(), Weights()
+    weights.watch(worker, [worker], str(mark))
+    write = os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", _no_space_for_dots(write))
+        worker.patch("A")
+    assert mark.read_bytes() == b"x"
+    worker.sleep(1)
+    assert mark.read_bytes() == b"xy."
+
+
+def _no_space_for_dots(write):
+    def written(fd, told):
+        if told != b"x":
+            raise OSError(errno.ENOSPC, "no space")
+        return write(fd, told)
+
+    return written
 
 
 class Model(torch.nn.Module):

@@ -264,15 +264,20 @@ def test_after_a_connector_reset_nothing_is_loaded_unless_the_user_vouches_for_t
 
 @pytest.mark.parametrize("guard", [(), ("unguarded",)], ids=["guarded", "negative_control"])
 @pytest.mark.parametrize(
-    "ranks",
-    [(), pytest.param(("two_ranks",), marks=[pytest.mark.slow, lab.needs_two_cores])],
+    "how",
+    [
+        (),
+        ("raw_sleep",),
+        pytest.param(("two_ranks",), marks=[pytest.mark.slow, lab.needs_two_cores]),
+    ],
 )
-def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited(
-    ranks, guard, root
+def test_an_engine_in_process_that_gives_its_kv_up_stores_no_other_bytes_of_what_waited(
+    how, guard, root
 ):
     """It waits for nothing: stores are queued and deferred when its pages get other bytes."""
-    words = (lab.checkpoint(MODEL.name), root, *ranks, *guard)
-    answer = lab.scenario("given_up_scenario.py", *words, env=lab.TWO_RANKS if ranks else {})
+    words = (lab.checkpoint(MODEL.name), root, *how, *guard)
+    env = lab.TWO_RANKS if "two_ranks" in how else {}
+    answer = lab.scenario("given_up_scenario.py", *words, env=env)
     assert answer["queued"] > 0
     assert answer["deferred"] > 0
     if guard:
@@ -280,8 +285,10 @@ def test_an_engine_in_process_that_gives_its_kv_up_stores_nothing_of_what_waited
         either = max(answer["queued"], answer["deferred"])
         assert answer["foreign"] > either, "the scenario does not provoke what it should"
         return
-    assert answer["files"] == 0
-    assert answer["computed"]["cached"] == 0
+    assert answer["foreign"] == 0
+    if how != ("raw_sleep",):  # that is noticed in time to copy some
+        assert answer["files"] == 0
+        assert answer["computed"]["cached"] == 0
     assert answer["loaded"]["cached"] > 0, (
         "nothing was stored afterwards: equal tokens show nothing"
     )

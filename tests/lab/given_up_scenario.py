@@ -1,7 +1,7 @@
 """Child process of test_engine_faults: an engine in it gives its KV up while stores wait. See there.
 
-python given_up_scenario.py CHECKPOINT ROOT [two_ranks] [unguarded]; prints one JSON line. Two ranks are two
-processes beside this one.
+python given_up_scenario.py CHECKPOINT ROOT [two_ranks] [raw_sleep] [unguarded]; prints one JSON line. Two
+ranks are two processes beside this one.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ def main() -> None:
     from engine_lab import MODELS, connector
 
     from fskv.engines.vllm import connector as of_fskv
+    from fskv.engines.vllm.weights import Weights
 
     model = MODELS["llama"]
     if "unguarded" in how:  # the negative control: vLLM's own reset tells the worker nothing
         of_fskv.drop_in_workers = lambda: None
+        Weights._lose_pages = lambda self: None
     # Vouched for, or nothing would be stored after the reset.
     transfer = connector(root, hybrid_chunk_size=128, weights_fixed=True)
     ranks = 2 if "two_ranks" in how else 1
@@ -88,11 +90,17 @@ def main() -> None:
         assert time.monotonic() < end, "stores were never queued and deferred at the same time"
         engine.step()
     answer: dict = dict(zip(("queued", "deferred"), stores(), strict=True))
-    # What `sleep` does before it unmaps the KV, and `wake_up` before the next step. A CPU cannot unmap it.
-    core.pause_scheduler(mode="abort", clear_cache=True)
-    core.collective_rpc(spoil, args=(POISON,))
-    core.resume_scheduler()
-    engine.abort_request(["long"])
+    # A CPU cannot unmap the KV.
+    if "raw_sleep" in how:  # a trainer has its own way
+        engine.abort_request(["long"])
+        assert core.reset_prefix_cache()
+        core.collective_rpc("sleep", args=(1,))
+        core.collective_rpc(spoil, args=(POISON,))
+    else:  # what `sleep` does before it unmaps the KV, and `wake_up` before the next step
+        core.pause_scheduler(mode="abort", clear_cache=True)
+        core.collective_rpc(spoil, args=(POISON,))
+        core.resume_scheduler()
+        engine.abort_request(["long"])
     settle()
     files = [path for path in glob.glob(f"{root}/**/*.kv", recursive=True) if os.path.isfile(path)]
     answer["files"] = len(files)

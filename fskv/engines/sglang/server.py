@@ -7,7 +7,6 @@ may hold KV of other weights. Only this module and `storage` import SGLang.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from fskv.engines.around import around
 from fskv.engines.sglang.identity import ServerFacts
 from fskv.errors import ConfigError
 from fskv.identity.checkpoint_place import checkpoint_place, process_started_at
@@ -36,38 +36,47 @@ class Updates:
 
     def __init__(self) -> None:
         self.method = ""  # that began the last one
-        self._num_open = 0  # of those under way: calls, and sessions from their begin to their end
+        self._num_running = 0
+        self._sessions: set[int] = set()  # under way, by the id of their updater
         self._failed = False
 
-    def update(self, method: _Code, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def _is_whole(self) -> bool:
+        return not (self._num_running or self._sessions or self._failed)
+
+    def update(self, method: _Code, updater: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of SGLang's that may change weights."""
         self.method = name = method.__name__
-        self._num_open += 1
+        self._num_running += 1
         self._rest()
         succeeded = False
         try:
-            found = method(*args, **kwargs)
+            found = method(updater, *args, **kwargs)
             succeeded = not (isinstance(found, tuple) and found[:1] == (False,))
         finally:
-            self._num_open -= 1
-            is_end = name.startswith(_END)
+            self._num_running -= 1
+            if name.startswith(_BEGIN):  # SGLang has given up what it had begun
+                self._sessions.discard(id(updater))
             # A part of a session does not make up for another one.
-            is_part = self._num_open > 0 or is_end
+            is_end = name.startswith(_END)
+            is_part = bool(self._num_running or self._sessions) or is_end
             self._failed = not succeeded or (self._failed and is_part)
-            if succeeded:
-                self._num_open = max(0, self._num_open + name.startswith(_BEGIN) - is_end)
+            if succeeded and name.startswith(_BEGIN):
+                self._sessions.add(id(updater))
+            if succeeded and is_end:
+                self._sessions.discard(id(updater))
             self._rest()
         return found
 
     def on_reset(self) -> None:
         """SGLang holds no KV of before."""
-        if not (self._num_open or self._failed):
+        if self._is_whole:
             for store in list(stores):
                 store.renew()
 
     def _rest(self) -> None:
         reason = "the weights were updated, and SGLang's caches were not flushed since"
-        if self._num_open or self._failed:
+        if not self._is_whole:
             reason = f"an update of the weights is under way, or failed ({self.method})"
         for store, goes_on in list(stores.items()):
             if goes_on:
@@ -146,21 +155,11 @@ def watch() -> None:
         if not names:
             raise AttributeError(f"{owner} has no {prefixes}")
         for name in names:
-            if not hasattr(getattr(kind, name), "tells_fskv"):
-                setattr(kind, name, _telling(getattr(kind, name), code))
+            around(kind, name, code)
     if updates.method:
         raise ConfigError(
             f"weights of this engine were changed ({updates.method}); expected a new start"
         )
-
-
-def _telling(method: _Code, code: _Code) -> _Code:
-    @functools.wraps(method)
-    def tell(*args: Any, **kwargs: Any) -> Any:
-        return code(method, *args, **kwargs)
-
-    tell.tells_fskv = True  # type: ignore[attr-defined]
-    return tell
 
 
 def _update(*args: Any, **kwargs: Any) -> Any:

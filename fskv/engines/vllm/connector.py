@@ -270,7 +270,7 @@ class FskvConnector(OffloadingConnector):
         if (worker := self._worker) is not None:
             meta = self._connector_metadata
             if isinstance(meta, FskvConnectorMetadata) and meta.step is not None:
-                worker.on_step(meta.step, lambda: take_deferred_stores(self.connector_worker))
+                worker.on_step(meta.step)
                 for keys in meta.touches:
                     worker.touch(keys)
             super().start_load_kv(forward_context, **kwargs)
@@ -294,16 +294,16 @@ class FskvConnector(OffloadingConnector):
         known = _fields(stock or OffloadingWorkerMetadata())
         return FskvWorkerMetadata(**known, news=news, loads=loads, served=served)
 
-    def drop_jobs(self) -> dict[int, Counts]:
+    def drop_jobs(self) -> list[tuple[int, Counts]]:
         """Touch no KV page for earlier jobs any more: the engine has given its KV up.
 
-        Returns the counts of the weights, by rank.
+        Returns this rank and the counts of its weights.
         """
         if (worker := self._worker) is None:
-            return {}
+            return []
         # Submitted at the start of the next step they would be, after a sleep, of other pages.
         worker.drop_jobs(take_deferred_stores(self.connector_worker))
-        return {worker.mover.number: worker.purity.weights.counts}
+        return [(worker.mover.number, worker.purity.weights.counts)]
 
     def unregister_kv_caches(self) -> None:
         """Touch no KV page: vLLM 0.33 says so before it unmaps them, at a sleep for one."""
@@ -399,17 +399,13 @@ class FskvConnector(OffloadingConnector):
         if isinstance(told, FskvWorkerMetadata):
             self.budget.on_loads(told.loads)
             self._manager.on_news(told.news)
-            self._on_served(told)
+            self._epochs.on_told(told.served)
+            if (namespace := self._epochs.take_opened()) is not None:
+                self._manager.move(namespace, self._epochs.number)
+                offer_all_again(self.scheduler)
+            self._manager.rest(self._epochs.resting)
         for req_id in connector_output.failed_recving or ():
             offer_again(self.scheduler, req_id)
-
-    def _on_served(self, told: FskvWorkerMetadata) -> None:
-        """Follow the ranks' weights: rest, begin an epoch, or go on with one that all ranks serve."""
-        self._epochs.on_told(told.served)
-        if (namespace := self._epochs.take_opened()) is not None:
-            self._manager.move(namespace, self._epochs.number)
-            offer_all_again(self.scheduler)
-        self._manager.rest(self._epochs.resting)
 
     def reset_cache(self) -> bool | None:
         """Reset the manager and drop the jobs of all workers: no worker then touches a page for them."""

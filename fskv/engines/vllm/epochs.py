@@ -52,8 +52,7 @@ class Epochs:
         self._version: str | None = None
         self._version_step: StepNumber = 0, 0  # the first after it was set
         self._told = {rank: Served() for rank in range(num_ranks)}
-        self._was_reset = False  # since the last step
-        self._cache_at_reset = -1  # of the connectors
+        self._reset_at = -1, self._step  # cache and step before the connectors' last reset
         self._is_unexplained = False  # that reset, as yet: no update came before it
         self._is_unseen = False  # nothing explained one: weights were changed behind vLLM's back
         self._was_unseen = False  # so no checkpoint tells what it has left
@@ -70,16 +69,17 @@ class Epochs:
         for one in self._told.values():
             if one.doubt:
                 return one.doubt
-        if self._is_unexplained or self._is_unseen:
+        is_unreset = self._reset_at[0] == self._cache and self._is_outdated()
+        if self._is_unexplained or self._is_unseen or is_unreset:
             return NOT_RESET
         return OPENING if self._opened < self.number or self._is_outdated() else ""
 
     def on_step(self, table: object, version: str | None, *, has_tokens: bool) -> Step:
         """Begin a step. `table` is vLLM's table of cached blocks, which a reset replaces."""
-        was_reset, self._was_reset = self._was_reset, False
         if table is not self._table:
             self._table = table
-            if was_reset or not self._has_siblings:
+            # A sibling was reset with it if no step came between.
+            if not self._has_siblings or self._reset_at == (self._cache, self._step):
                 self._cache += 1
         step = self._step = self._step[0], self._step[1] + 1
         if version != self._version:
@@ -93,10 +93,9 @@ class Epochs:
         `counts` are those of all ranks now. An update that was seen explains the reset, and so does one, or a
         sleep, that follows at once.
         """
-        self._was_reset = True
+        self._reset_at = self._cache, self._step
         if self._fixed:
             return
-        self._cache_at_reset = self._cache
         before = self._accounted
         self._account(counts)
         self._is_unexplained = not all(one[0] > before[rank][0] for rank, one in counts.items())
@@ -105,23 +104,23 @@ class Epochs:
     def _account(self, counts: Mapping[int, Counts]) -> None:
         """Judge the last reset by the counts since."""
         was, self._accounted = self._accounted, {**self._accounted, **counts}
-        if self._is_unexplained and any(self._accounted[rank] == was[rank] for rank in was):
-            self._is_unseen = True
+        is_same = any(self._accounted[rank] == was[rank] for rank in was)
+        self._is_unseen |= self._is_unexplained and is_same
         self._is_unexplained = False
 
     def on_told(self, told: Mapping[int, Served]) -> None:
         """Take the ranks' answers, and begin an epoch if they have weights without one."""
         self._told |= told
-        if self._cache == self._cache_at_reset:
+        if self._reset_at[0] == self._cache:
             return  # vLLM's own cache was not reset with the connectors'
         if any(one.doubt or one.cache != self._cache for one in self._told.values()):
             return
         self._account({rank: one.counts for rank, one in self._told.items()})
         if self._is_unseen or self._is_outdated():
             self.number += 1
+            self._was_unseen |= self._is_unseen
             self._sources = self._name_weights()
             self._changes = {rank: one.counts[0] for rank, one in self._told.items()}
-            self._was_unseen |= self._is_unseen
             self._is_unseen = False
 
     def take_opened(self) -> NamespaceDir | None:
@@ -141,17 +140,13 @@ class Epochs:
         came with the change of all, or a new one.
         """
         checkpoint, *others = {one.checkpoint for one in self._told.values()}
-        if checkpoint and not (others or self._is_unseen or self._was_unseen):
+        if checkpoint and not (others or self._was_unseen):
             return {"model": {"checkpoint": checkpoint}}
         step, *later = {one.step for one in self._told.values()}
         is_named = self._run is not None and self._version not in (None, "default")
         # Set after the change, and no request ran between both.
-        is_tied = (
-            not later
-            and step is not None
-            and step[0] == self._version_step[0]
-            and step[1] <= self._version_step[1]
-        )
+        (num_tokens, num), of_version = step, self._version_step
+        is_tied = not later and num_tokens == of_version[0] and num <= of_version[1]
         if is_named and is_tied and not self._is_unseen:
             return {"model": {"run": self._run, "version": self._version}}
         return {"private": secrets.token_hex(16)}

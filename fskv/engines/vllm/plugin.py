@@ -11,7 +11,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from fskv.engines.vllm.around import around
+from fskv.engines.around import around
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from fskv.engines.vllm.around import around
+from fskv.engines.around import around
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -231,10 +231,8 @@ def drop_in_workers() -> dict[int, tuple[int, int]]:
 
     Returns the counts of `Weights` by rank, nothing where the workers cannot be reached.
 
-    A reset leaves to the next step what waits in the workers to be stored: that is gathered then. But an
-    engine resets when it gives its KV up. One in processes of its own waits until its connector is idle
-    before it sleeps (has_work, has_pending_push_work). One in the caller's process does not: no step comes
-    before its pages are unmapped, or mapped again with other bytes (EngineCore.pause_scheduler, sleep).
+    A reset leaves to the next step what waits in the workers to be stored. An engine in the caller's process
+    may have unmapped its pages by then, or mapped them again (EngineCore.pause_scheduler, sleep).
     """
     found = executor()
     if found is None:
@@ -244,17 +242,13 @@ def drop_in_workers() -> dict[int, tuple[int, int]]:
         )
         return {}
     told = found.collective_rpc(drop_jobs, timeout=_ANSWER_S)
-    return {rank: counts for of_worker in told for rank, counts in of_worker.items()}
+    return dict(each for of_worker in told for each in of_worker)
 
 
-def drop_jobs(_worker: object) -> dict[int, tuple[int, int]]:
+def drop_jobs(_worker: object) -> list[tuple[int, tuple[int, int]]]:
     """Have this worker's fskv connectors drop their jobs. On the worker's thread, between two steps."""
-    counts: dict[int, tuple[int, int]] = {}
-    for connector in connectors():
-        drop = getattr(connector, "drop_jobs", None)  # FskvConnector's
-        if drop is not None:
-            counts |= drop()
-    return counts
+    drops = (getattr(connector, "drop_jobs", list) for connector in connectors())
+    return [each for drop in drops for each in drop()]
 
 
 def mended_build_connector_meta(

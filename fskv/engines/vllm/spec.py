@@ -113,6 +113,7 @@ class FskvOffloadingSpec(OffloadingSpec):
             prefix_caching=reuses_kv(vllm_config),
             purity=Purity(loaded.weights, fixed=config.weights_fixed),
         )
+        loaded.weights.before_loss.append(self.worker.mover.free_pages)
         return self.worker
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +41,7 @@ _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", 
 _LOSE_PAGES = {"sleep", "discard"}
 
 _Checkpoint = tuple[str, dict[str, tuple[int, ...]]]  # its place, and the states of its files
-StepNumber = tuple[
-    int, int
-]  # of the next step with tokens, this one if it has some; and of all steps
+StepNumber = tuple[int, int]  # of the next step with tokens, maybe this one; and of all steps
 Counts = tuple[int, int]  # calls that may have changed weights, and that took pages away
 
 NOT_RESET = (
@@ -59,7 +57,7 @@ class Served:
     cache: int = 0  # the number of vLLM's prefix cache
     doubt: str = ""  # why KV of other weights, or a lost page, may be in it; "": it is not
     counts: Counts = (0, 0)
-    step: StepNumber | None = None  # the first after the last change; None: nothing may name that
+    step: StepNumber = -1, 0  # the first after the last change; of none where nothing may name that
     epoch: int = 0
     namespace: NamespaceDir | None = None  # the epoch's; None: the start's
     checkpoint: str = ""  # see Weights
@@ -77,27 +75,29 @@ class Weights:
         self._parameters: set[str] = set()
         self._changed: set[str] = set()
         self._loaded: set[str] = set()
+        self.before_loss: list[Callable[[], object]] = []  # what ends all use of the pages
         self._num_running = 0
-        self._num_open = 0  # changes since one ended well
+        self._is_open = False  # whether the last change has not ended, or failed
+        self._has_failed = False  # whether a change has, since a checkpoint told the weights
         self._worker: Any = None
-        self._marks: list[int] = []
+        self._marks: dict[int, int] = {}  # by descriptor, each "x" that has no "." yet
         self._lock = threading.Lock()
 
     @property
     def is_steady(self) -> bool:
         """Whether no update is under way, and the last one did not fail."""
         is_session = getattr(self._worker, "_weight_update_active", False)
-        return not (self._num_running or self._num_open or is_session)
+        return not (self._num_running or self._is_open or is_session)
 
     def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
         """Note changes from now on.
 
         With each a byte is written to the file `mark`, for those who look from another process of this
-        machine: "x" before it, and a "." for each "x" when one has ended well. The file may be unlinked once
-        this has returned. Raises OSError.
+        machine: "x" before it, and a "." for each "x" when one has ended well; "y" before pages are lost.
+        The file may be unlinked once this has returned. Raises OSError.
         """
         if mark is not None:
-            self._marks.append(os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+            self._marks[os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)] = 0
         if self._worker is not None:
             return
         self._worker = worker
@@ -113,6 +113,8 @@ class Weights:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
+                if _words(name) & _LOSE_PAGES:
+                    self._lose_pages()
                 is_change = not self._num_running and self._begin(name, [*args, *kwargs.values()])
                 self._num_running += 1
             is_good, before = False, None
@@ -136,8 +138,6 @@ class Weights:
 
     def _begin(self, name: str, given: list[Any]) -> bool:
         """Note a call before it begins; returns False where it leaves the weights as they are."""
-        words = _words(name)
-        self.counts = self.counts[0], self.counts[1] + bool(words & _LOSE_PAGES)
         if name == "sleep" and given in ([], [1]):
             return False
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
@@ -147,7 +147,7 @@ class Weights:
         # have. After the words here the weights are nothing that has a name.
         transfer = getattr(config, "weight_transfer_config", None)
         is_patch = "sparse" in str(getattr(transfer, "backend", ""))
-        is_loss = words & {"sleep", "discard", "reset"}
+        is_loss = _words(name) & {"sleep", "discard", "reset"}
         self._change(name, has_name=not (config.speculative_config or is_patch or is_loss))
         return True
 
@@ -155,19 +155,31 @@ class Weights:
         self.counts = self.counts[0] + 1, self.counts[1]
         self.method, self.has_name = method, has_name
         self.checkpoint, self._loaded = "", set()
-        self._num_open += 1
-        self._tell(b"x")
+        self._is_open = True
+        for fd in self._marks:
+            os.write(fd, b"x")
+            self._marks[fd] += 1
+
+    def _lose_pages(self) -> None:
+        self.counts = self.counts[0], self.counts[1] + 1
+        for fd in self._marks:
+            os.write(fd, b"y")
+        for each in self.before_loss:
+            each()
 
     def _end(self, name: str, *, is_change: bool, is_good: bool) -> None:
         self._num_running -= 1
         if not is_good:  # nobody knows the weights
-            if not self._num_open:
-                self._change(name, has_name=False)
-            self.has_name, self.checkpoint, self._changed = False, "", self._parameters
+            self._changed, self._has_failed = self._parameters, True
+            self._change(name, has_name=False)
         elif is_change:
-            with suppress(OSError):
-                self._tell(b"." * self._num_open)
-            self._num_open = 0
+            self._has_failed &= not self.checkpoint
+            self.has_name &= not self._has_failed
+            self._is_open = False
+        if not self._is_open:
+            with suppress(OSError):  # then with the next call
+                for fd, num in self._marks.items():
+                    self._marks[fd] -= os.write(fd, b"." * num)
 
     def _checkpoint(
         self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
@@ -177,8 +189,8 @@ class Weights:
         name, revision = weights_path, None
         if not name:
             name, revision = config.model_config.model, config.model_config.revision
-        if getattr(config.model_config, "model_weights", None) and not weights_path:
-            return None  # they are elsewhere
+            if getattr(config.model_config, "model_weights", None):
+                return None  # they are elsewhere
         with suppress(ConfigError, OSError):
             if not (weights_iterator or more or any(options.values())):
                 place = checkpoint_place(str(name), revision, config.load_config.download_dir)
@@ -206,10 +218,6 @@ class Weights:
         took_s = time.monotonic() - begin
         logger.info("fskv: the fingerprint of %s took %.1f s: %s", place, took_s, told)
 
-    def _tell(self, told: bytes) -> None:
-        for fd in self._marks:
-            os.write(fd, told)
-
 
 class MarkedWeights:
     """The weights of workers in other processes, as they tell in a file (`Weights.watch`)."""
@@ -230,7 +238,7 @@ class MarkedWeights:
 
     @property
     def counts(self) -> Counts:
-        return self._count(b"x"), 0
+        return self._count(b"x"), self._count(b"y")
 
     @property
     def is_steady(self) -> bool:
@@ -244,13 +252,9 @@ class Purity:
         """`fixed`: the user vouches that weights never change."""
         self.weights = weights
         self._fixed = fixed
-        self._cache = 0
-        self._seen = self.counts
         self._is_pure = True
-        self._step: StepNumber = -1, 0  # the first after the last change
-        self.epoch = 0  # that is served
-        self._num_served = self.counts[0]  # the changes whose weights it is of
-        self._namespace: NamespaceDir | None = None
+        self.state = Served(counts=self.counts)  # of the last step
+        self._num_served = self.counts[0]  # the changes whose weights the epoch is of
         self._told = Served()
 
     @property
@@ -259,21 +263,24 @@ class Purity:
         found = self.weights.counts
         return (0, found[1]) if self._fixed else found
 
+    @property
+    def _is_steady(self) -> bool:
+        return self._fixed or self.weights.is_steady
+
     def on_step(self, cache: int, step: StepNumber) -> None:
         """Begin a step with vLLM's prefix cache number `cache`."""
-        counts, is_new = self.counts, cache != self._cache
-        if counts[0] != self._seen[0]:
-            self._step = step
-        is_same = is_new or (self._is_pure and counts == self._seen)
-        self._is_pure = is_same and (self._fixed or self.weights.is_steady)
-        self._cache, self._seen = cache, counts
+        last, counts = self.state, self.counts
+        self._is_pure = not self.doubt if cache == last.cache else self._is_steady
+        if counts[0] == last.counts[0]:
+            step = last.step
+        self.state = replace(last, cache=cache, counts=counts, step=step)
 
     @property
     def doubt(self) -> str:
         """Why a page may hold KV of other weights than those of now, in words; "": none does."""
-        if not (self._fixed or self.weights.is_steady):
+        if not self._is_steady:
             return f"an update of the weights is under way, or failed ({self.weights.method})"
-        return "" if self._is_pure and self.counts == self._seen else NOT_RESET
+        return "" if self._is_pure and self.counts == self.state.counts else NOT_RESET
 
     @property
     def refuses(self) -> bool:
@@ -282,13 +289,14 @@ class Purity:
 
     def serve(self, epoch: int, num_changes: int, namespace: NamespaceDir) -> None:
         """Serve an epoch from now on, that of the weights after so many changes."""
-        self.epoch, self._num_served, self._namespace = epoch, num_changes, namespace
+        self._num_served = num_changes
+        self.state = replace(self.state, epoch=epoch, namespace=namespace)
 
     def take_news(self) -> Served | None:
         """Return the state of the last step if it is not the one that was told last."""
-        step = self._step if self.weights.has_name else None
-        served, checkpoint = (self.epoch, self._namespace), self.weights.checkpoint
-        now = Served(self._cache, self.doubt, self._seen, step, *served, checkpoint)
+        step = self.state.step if self.weights.has_name else Served.step
+        checkpoint = self.weights.checkpoint
+        now = replace(self.state, doubt=self.doubt, step=step, checkpoint=checkpoint)
         told, self._told = self._told, now
         return None if told == now else now
 

@@ -154,18 +154,14 @@ class FskvWorker(OffloadingWorker):
 
     # --- epochs -----------------------------------------------------------------------------
 
-    def on_step(self, step: Step, take_deferred: Callable[[], Iterable[LoadStoreSpec]]) -> None:
-        """Begin a step, and go on to its epoch once that is open.
-
-        `take_deferred` takes the stores that vLLM has not submitted yet.
-        """
+    def on_step(self, step: Step) -> None:
+        """Begin a step, and go on to its epoch once that is open."""
         self.purity.on_step(step.cache, step.number)
         changes = step.changes[self._rank]
-        if step.epoch == self.purity.epoch or changes != self.purity.counts[0]:
+        if step.epoch == self.purity.state.epoch or changes != self.purity.counts[0]:
             return
         opened = self._opener.take(step.sources)
         if opened is not None:
-            self.drop_jobs(take_deferred())
             directory, store = opened
             self.mover.move_to(store)
             self.purity.serve(step.epoch, changes, directory)
@@ -185,8 +181,7 @@ class FskvWorker(OffloadingWorker):
         self.mover.drop()
         for keys in deferred:
             assert isinstance(keys, ChunkKeys)
-            skipped = Status.SKIPPED.value
-            self.mover.counters.add(metrics.STORES_SKIPPED, len(keys.chunks), skipped)
+            self.mover.counters.add(metrics.STORES_SKIPPED, len(keys.chunks), Status.SKIPPED.value)
 
     def take_failed_jobs(self) -> set[int]:
         """Return the load jobs that get_finished reported and whose pages hold nothing to rely on."""

@@ -234,9 +234,8 @@ class FskvTier(SecondaryTierManager):
         if worker is None:
             return
         table = quirks.cached_blocks_of_caller()
-        worker.on_step(epochs.on_step(table, None, has_tokens=True), tuple)
-        if told := worker.take_served():
-            epochs.on_told(told)
+        worker.on_step(epochs.on_step(table, None, has_tokens=True))
+        epochs.on_told(worker.take_served())
         if (namespace := epochs.take_opened()) is not None:
             self._manager.move(namespace, epochs.number)
         self._manager.rest(epochs.resting)
@@ -313,7 +312,7 @@ class FskvTier(SecondaryTierManager):
             return
         self._outputs_to_wait = self._steps_open + 1
         if self._config.weights_fixed:
-            self._worker.wait(set(self._jobs))
+            self._worker.mover.free_pages()
         else:
             self._worker.drop_jobs()
         self._epochs.on_reset({0: self._worker.purity.weights.counts})

@@ -1,4 +1,4 @@
-"""Puts code of fskv around methods of vLLM's classes, where vLLM has no place for it.
+"""Puts code of fskv around methods of an engine's classes, where the engine has no place for it.
 
 Imports nothing, because the plug-in does so in every process of vLLM.
 """
@@ -13,15 +13,15 @@ from typing import Any
 def around(cls: type, name: str, code: Callable[..., Any]) -> None:
     """Replace a class's method once, for good: each call becomes `code(method, self, ...)`.
 
-    A vLLM without the method stays as it is.
+    An engine without the method stays as it is.
     """
-    of_vllm = getattr(cls, name, None)
-    if of_vllm is None or hasattr(of_vllm, "by_fskv"):
+    of_engine = getattr(cls, name, None)
+    if of_engine is None or hasattr(of_engine, "by_fskv"):
         return
 
-    @functools.wraps(of_vllm)
+    @functools.wraps(of_engine)
     def by_fskv(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return code(of_vllm, self, *args, **kwargs)
+        return code(of_engine, self, *args, **kwargs)
 
     by_fskv.by_fskv = True  # type: ignore[attr-defined]
     setattr(cls, name, by_fskv)
