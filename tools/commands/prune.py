@@ -81,9 +81,6 @@ def command(
         str | None,
         typer.Option(metavar="SIZE", help="Prune down to this size, such as 500GiB."),
     ] = None,
-    free: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Free at least so much, such as 100GiB.")
-    ] = None,
     keep_free: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +126,7 @@ def command(
     """Remove garbage, and the least recently used chunks until a target is reached.
 
     Engines may run: a pruned chunk is a miss. A last use is known to 10 minutes, so --unused-for keeps a
-    chunk that may have been used within AGE. --max-size and --free count the chosen namespaces together.
+    chunk that may have been used within AGE. --max-size counts the chosen namespaces together.
 
     Garbage is a part of a dead writer, or one older than an hour. It goes with every target, and alone
     without one; with --namespace it stays. Foreign files stay. A damaged namespace stays too, and counts:
@@ -142,13 +139,12 @@ def command(
     Exit code 3 also if the target was not reached.
     """
     limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
-    nbytes = 0 if free is None else size_option("--free", free)
-    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace)
+    has_target, is_chosen = limits != Limits(), bool(namespace)
     if watch:
-        if is_chosen or nbytes or dry_run or as_json or not has_target:
+        if is_chosen or dry_run or as_json or not has_target:
             raise UsageError(
-                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --free, "
-                "--dry-run and --json"
+                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --dry-run and "
+                "--json"
             )
         _watch(root, limits, metrics_address, metrics_port, yes)
         return
@@ -159,7 +155,7 @@ def command(
     view = RootView.open(root)
     _check_keep_free(view, limits)
     chosen = [one for name in namespace or () for one in view.of_one_model(name)]
-    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits, nbytes)
+    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits)
     if _Prune(plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
@@ -219,11 +215,6 @@ class _Prune:
         """Return whether something was left undone."""
         self._look()
         before = self.plan.num_files, self.plan.nbytes
-        if self.plan.free_nbytes > before[1] and not dry_run:
-            found = iec(self.plan.free_nbytes)
-            raise UsageError(
-                f"--free: found {found}, expected at most the {iec(before[1])} on disk"
-            )
         need, unseen = self.plan.need(time.time_ns()), self.parts.count[Fate.FAILED]
         files, nbytes = self._show(self.plan.forecast(need))
         done, gone, reached, stop = Pruned(), Tally(), None, Stop()
