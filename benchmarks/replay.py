@@ -8,7 +8,7 @@ bound stay free. With --speed it is as in an engine.
 
 Exit code 1: a loaded byte was wrong, or a load or store failed in another way than by pruning.
 
-    python -m benchmarks.replay TRACE --dir DIR [--blocks 10000] [--speed 5] [--limit N] [--json]
+    python -m benchmarks.replay TRACE --dir DIR [--blocks 10000] [--speed 5] [--json]
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _on_disk(unit: int) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    requests = read_trace(options.trace, options.limit)
+    requests = read_trace(options.trace)
     num_blocks = sum(len(request.hash_ids) for request in requests)
     with work_directory(options.dir) as own:
         facts = replay(options, requests, own)
@@ -115,7 +115,6 @@ def main() -> int:
     add = made.add_argument
     add("trace", metavar="TRACE", help="a trace in the Mooncake JSONL format")
     add("--blocks", type=positive, default=10_000, help="the root's bound, in blocks (10000)")
-    add("--limit", type=positive, help="only the first requests")
     add("--speed", type=positive_float, help="seconds of the trace a second (as fast as it goes)")
     options = made.parse_args()
     return judged("replay", options, measure, report)

@@ -394,8 +394,6 @@ class RootView:
 
         Raises UsageError where `text` means no chunk or several, or is no name.
         """
-        if f"/{namespace.CHUNK_DIR}/" in text:
-            return [self._by_path(text)]
         spaces = self.namespaces()
         found: list[ChunkFile] = []
         if match := _CHUNK.fullmatch(text):
@@ -413,14 +411,6 @@ class RootView:
         if len(names) > 1:
             raise _ambiguous(text, names)
         return found
-
-    def _by_path(self, text: str) -> ChunkFile:
-        path = os.path.abspath(text)
-        if named := namespace.parse_chunk_file(os.path.basename(path)):
-            for file in find_files(self.namespaces(), named.name):
-                if file.path == path:
-                    return file
-        raise UsageError(f"{show(text)}: no chunk file of {self.path}")
 
 
 def identity_of(text: str, root: str | None) -> Identity:

@@ -21,7 +21,7 @@ from ..exits import UsageError, outcome
 from ..interrupt import stopped_by_signals
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, chunk_files
-from ..terminal import age_option, emit, iec, many, progress, say
+from ..terminal import age_option, emit, iec, many, parsed, progress, say
 
 LINES = {
     "problem": {
@@ -103,7 +103,7 @@ def command(
     use are kept. The copy stops at a bound of the destination's living engines, and prunes nothing. The
     destination's owner gets the files. If that user could not read them, nothing is written.
     """
-    kept = parse_keep_free("--keep-free", keep_free)
+    kept = parsed(parse_keep_free, "--keep-free", keep_free)
     newer_s = None if newer_than is None else age_option("--newer-than", newer_than)
     view = RootView.open(root)
     spaces = {one.id: one for text in namespaces or (None,) for one in view.matching(text)}

@@ -13,7 +13,6 @@ import typer
 
 from fskv.bounds.evict import Pruned, orphaned
 from fskv.bounds.limits import Limits
-from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
 from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
@@ -34,6 +33,7 @@ from ..terminal import (
     last_use,
     many,
     new_table,
+    parsed,
     plain,
     print_table,
     progress,
@@ -163,14 +163,6 @@ def command(
 def _limits(
     max_size: str | None, keep_free: str | None, unused_for: str | None, of_tenants: list[str]
 ) -> Limits:
-    kept: int | Share = 0
-    if keep_free is not None:
-        try:
-            kept = parse_keep_free(
-                "--keep-free", int(keep_free) if keep_free.isdecimal() else keep_free
-            )
-        except (ConfigError, ValueError) as error:
-            raise UsageError(str(error).removeprefix("option ")) from None
     each, named = None, {}
     for text in of_tenants:
         name, equals, size = text.rpartition("=")
@@ -181,7 +173,7 @@ def _limits(
             each = nbytes
     return Limits(
         None if max_size is None else size_option("--max-size", max_size),
-        kept,
+        0 if keep_free is None else parsed(parse_keep_free, "--keep-free", keep_free),
         each,
         named,
         None if unused_for is None else int(age_option("--unused-for", unused_for)),

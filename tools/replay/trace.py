@@ -30,25 +30,23 @@ class Request:
     hash_ids: tuple[int, ...]
 
 
-def read_trace(path: str, limit: int | None = None) -> list[Request]:
-    """Read a trace, also one of gzip, at most `limit` requests of it; raises OSError and TraceError."""
+def read_trace(path: str) -> list[Request]:
+    """Read a trace, also one of gzip; raises OSError and TraceError."""
     with open(path, "rb") as file:
         lines = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         try:
-            return parse_trace(lines, path, limit)
+            return parse_trace(lines, path)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise TraceError(f"{path}: damaged gzip: {error}") from None
 
 
-def parse_trace(lines: Iterable[bytes], name: str, limit: int | None = None) -> list[Request]:
+def parse_trace(lines: Iterable[bytes], name: str) -> list[Request]:
     """Parse and check the lines of a trace; raises TraceError, which names the first bad one.
 
     Empty lines are passed over.
     """
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
-        if limit is not None and len(requests) >= limit:
-            break
         if line.strip():
             try:
                 requests.append(_parse_line(line))
