@@ -50,7 +50,7 @@ HOMES = {
     "numpy": (
         *("fskv.format.spans", "fskv.gds_io", "fskv.data_path.transports*", "fskv.engines*"),
         *("fskv.index*", "fskv.bounds.evict"),
-        *("tools.pruning", "tools.tally", "tools.bench.store"),
+        *("tools.pruning", "tools.usage", "tools.bench.store"),
     ),
     "aiofiles": ("fskv.index*", "fskv.bounds.evict"),
     "typer": ("tools*",),

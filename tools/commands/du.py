@@ -12,7 +12,6 @@ import typer
 from ..exits import outcome
 from ..options import JsonOption, NamespaceArgument, RootOption
 from ..root_view import Namespace, RootView, lines
-from ..tally import Count
 from ..terminal import (
     ago,
     columns,
@@ -28,7 +27,7 @@ from ..terminal import (
     show,
     walk_progress,
 )
-from ..usage import Key, NamespaceUsage, RootUsage
+from ..usage import Count, Key, NamespaceUsage, RootUsage
 
 _COUNTS = {
     "files": "chunk files",
