@@ -24,9 +24,9 @@ from fskv_tools.replay.curve import simulate
 from fskv_tools.replay.trace import Request, read_trace
 
 from benchmarks.options import parser, positive, positive_float, settings
-from benchmarks.replay_engine import Engine, ReplayError
+from benchmarks.replay_engine import Engine
 from benchmarks.report import judged, publish, say
-from benchmarks.rig import BenchmarkError, work_directory
+from benchmarks.rig import work_directory
 from fskv.root.filesystem import unit_nbytes
 
 _BLOCK_NBYTES = 4096  # of KV
@@ -62,8 +62,6 @@ def replay(options: argparse.Namespace, requests: list[Request], root: str) -> d
             if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
                 say(f"{number} of {len(requests)} requests")
-    except ReplayError as error:
-        raise BenchmarkError(str(error)) from None
     finally:
         engine.close()
     return {**sums, "failures": dict(failures), "seconds": round(time.monotonic() - start, 1)}
