@@ -144,19 +144,23 @@ class Namespace:
             else:
                 yield found
 
-    def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
+    def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Unlistable]]:
         """Return all that is there, 40 bytes a file, and the directories that could not be listed.
 
         Without `fresh` it starts from the snapshot: only directories that have changed are listed, and files
-        in the others may have been used since. Raises OSError when the namespace itself cannot be read.
+        in the others may have been used since.
         """
         import asyncio
 
         from fskv.index.snapshot import Catalogue
 
         catalogue = Catalogue(self.path) if fresh else Catalogue.load(self.path)
-        failed = asyncio.run(catalogue.refresh(time.time_ns()))
-        return catalogue, failed
+        try:
+            failed = asyncio.run(catalogue.refresh(time.time_ns()))
+        except OSError as error:  # of the namespace itself
+            why = error.strerror or str(error)
+            return Catalogue(self.path), [Unlistable(self.path, why)]
+        return catalogue, [Unlistable.of(self, shard) for shard in failed]
 
 
 class _Counted(Protocol):

@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,8 +82,8 @@ def print_table(table: Table) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table; `right` names the columns of numbers."""
+def new_table(*columns: str) -> Table:
+    """Return an empty table; a column of numbers begins with `>`."""
     from rich import box
     from rich.table import Table
 
@@ -97,8 +97,8 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         header_style="bold",
     )
     for name in columns:
-        if name in right:
-            table.add_column(name, justify="right", no_wrap=True)
+        if name.startswith(">"):
+            table.add_column(name[1:], justify="right", no_wrap=True)
         else:
             digest = 17 if "@" in name else None
             # With a least width alone rich cuts the last column of a narrow terminal.

@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from fskv_tools.exits import UsageError
 from fskv_tools.replay import curve, trace
-from fskv_tools.replay.trace import Request, TraceError
+from fskv_tools.replay.trace import Request
 from hypothesis import given
 from hypothesis import strategies as st
 from tool_lab import run
@@ -70,7 +71,7 @@ def test_a_trace_is_read_in_its_order_whatever_else_its_lines_say():
     ],
 )
 def test_a_bad_line_is_named(line, words):
-    with pytest.raises(TraceError) as error:
+    with pytest.raises(UsageError) as error:
         trace.parse_trace([GOOD, GOOD, b"\n", line + b"\n", GOOD], "a.jsonl")
     assert str(error.value).startswith("a.jsonl, line 4: ")
     assert words in str(error.value)

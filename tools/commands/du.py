@@ -154,7 +154,7 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
         if len(rows) > 1:
             damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
             named.append((many(len(rows), "namespace") + damaged, usage.total))
-    numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
+    numbers = [">FILES", ">ON DISK", *(f">UNUSED {age}" for age in usage.ages)]
     if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
         for name, count in named:
             print(fill(name))
@@ -163,7 +163,7 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             each = map(" ".join, zip(usage.ages, unused, strict=True))
             print(fill(f"unused: {', '.join(each)}", 2))
         return
-    table = new_table(by.value.upper(), *numbers, right=numbers)
+    table = new_table(by.value.upper(), *numbers)
     for name, count in named:
         if count is usage.total:
             table.add_section()

@@ -19,7 +19,6 @@ from ..root_view import (
     Namespace,
     RootView,
     Sums,
-    Unlistable,
     by_line,
     chunk_files,
     num_chunks,
@@ -177,15 +176,9 @@ class _Total:
 
     def counted(self, spaces: list[Namespace], *, fresh: bool) -> Iterator[Sums]:
         for one in spaces:
-            try:
-                catalogue, failed = one.catalogue(fresh=fresh)
-            except OSError as error:
-                say(str(Unlistable(one.path, error.strerror or str(error))))
-                self.unlistable += 1
-                yield Sums(one, unlistable=1)
-                continue
-            for shard in failed:
-                say(str(Unlistable.of(one, shard)))
+            catalogue, failed = one.catalogue(fresh=fresh)
+            for each in failed:
+                say(str(each))
             self.unlistable += len(failed)
             row = Sums(one, catalogue.num_files, catalogue.nbytes, None, len(failed))
             for _, records in catalogue.shards():
@@ -233,8 +226,8 @@ def _show_namespaces(total: _Total, found: Iterable[Sums], form: Form) -> None:
 def _print_namespaces(rows: list[Sums], total: _Total) -> None:
     narrow = is_narrow()  # a tenant stands below its namespace then
     tenants = not narrow and any(row.namespace.tenant for row in rows)
-    columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, "CHUNKS", "SIZE", "LAST USED"]
-    table = new_table(*columns, right=("CHUNKS", "SIZE"))
+    columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, ">CHUNKS", ">SIZE", "LAST USED"]
+    table = new_table(*columns)
     for row in rows:
         one = row.namespace
         cells = [one.arch, row.name.removeprefix(f"{one.arch}/"), *[one.tenant or "-"] * tenants]

@@ -271,8 +271,7 @@ class _Prune:
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print the plan; returns files and bytes."""
-        numbers = ("FILES", "SIZE")
-        table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
+        table = new_table("ARCH", "MODEL@DIGEST", ">FILES", ">SIZE", "LAST USED")
         for one, part in found if self.as_json else ():
             emit(
                 "plan",

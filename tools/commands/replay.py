@@ -114,8 +114,8 @@ def _print(
 ) -> None:
     from rich.bar import Bar
 
-    numbers = [f"{what} {mode}" for what in ("HIT", "WRITTEN") for mode in MODES]
-    table = new_table("SIZE", *numbers, "", right=("SIZE", *numbers))
+    numbers = [f">{what} {mode}" for what in ("HIT", "WRITTEN") for mode in MODES]
+    table = new_table(">SIZE", *numbers, "")
     for points in [*rows, [best] * len(MODES)]:
         nbytes, most = points[0].nbytes, max(point.hits for point in points)
         table.add_row(

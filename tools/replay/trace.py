@@ -18,10 +18,6 @@ _MAX_HASH_ID = 1 << 64
 _MAX_BLOCKS = 1_000_000  # 512 million tokens: not a request
 
 
-class TraceError(UsageError):
-    """A trace that cannot be replayed; the message names file, line, finding and expectation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One line of a trace: when it came, in ms, and the chained hashes of its prompt's blocks."""
@@ -31,17 +27,17 @@ class Request:
 
 
 def read_trace(path: str) -> list[Request]:
-    """Read a trace, also one of gzip; raises OSError and TraceError."""
+    """Read a trace, also one of gzip; raises OSError and UsageError."""
     with open(path, "rb") as file:
         lines = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         try:
             return parse_trace(lines, path)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise TraceError(f"{path}: damaged gzip: {error}") from None
+            raise UsageError(f"{path}: damaged gzip: {error}") from None
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> list[Request]:
-    """Parse and check the lines of a trace; raises TraceError, which names the first bad one.
+    """Parse and check the lines of a trace; raises UsageError, which names the first bad one.
 
     Empty lines are passed over.
     """
@@ -51,9 +47,9 @@ def parse_trace(lines: Iterable[bytes], name: str) -> list[Request]:
             try:
                 requests.append(_parse_line(line))
             except ValueError as error:
-                raise TraceError(f"{name}, line {number}: {error}") from None
+                raise UsageError(f"{name}, line {number}: {error}") from None
     if not requests:
-        raise TraceError(f"{name}: found no request, expected a JSON object on each line")
+        raise UsageError(f"{name}: found no request, expected a JSON object on each line")
     return requests
 
 
