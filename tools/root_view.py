@@ -285,12 +285,7 @@ def num_chunks(records: Records) -> int:
     """Count chunks: the files of all ranks are one."""
     if not len(records) or not records["rank1"].any():
         return len(records)
-    return len(
-        {
-            (bytes(name), group)
-            for name, group in zip(records["name"], records["group"], strict=True)
-        }
-    )
+    return len(set(zip(records["name"].tolist(), records["group"].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,21 +460,17 @@ def _ambiguous(text: str, names: list[str]) -> UsageError:
     return UsageError(f"{show(text)}: may be any of {shown}{more}; give more of it")
 
 
-def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:
-    from fskv.index.scan import list_shard, shard_path
-
-    shard = list_shard(shard_path(one.path, shard_idx), shard_idx)
-    return chunk_files(one, shard.records)
-
-
 def find_files(
     spaces: list[Namespace], prefix: str, group: str | None = None, rank: str | None = None
 ) -> list[ChunkFile]:
     """Return the files of chunks whose names begin with `prefix`, three digits at least."""
+    from fskv.index.scan import list_shard, shard_path
+
     found = []
     for one in spaces:
         idx = int(prefix[:_ID_DIGITS], 16)
-        for file in _listed(one, idx):
+        shard = list_shard(shard_path(one.path, idx), idx)
+        for file in chunk_files(one, shard.records):
             named = namespace.parse_chunk_file(file.name)
             if named is None or not named.name.startswith(prefix):
                 continue

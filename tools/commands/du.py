@@ -155,7 +155,7 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
             named.append((many(len(rows), "namespace") + damaged, usage.total))
     numbers = [">FILES", ">ON DISK", *(f">UNUSED {age}" for age in usage.ages)]
-    if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
+    if columns() < 80:  # the columns would leave no room for the names
         for name, count in named:
             print(fill(name))
             files, on_disk, *unused = _cells(count)
@@ -169,9 +169,6 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             table.add_section()
         table.add_row(*map(plain, [name, *_cells(count)]))
     print_table(table)
-
-
-_MIN_COLUMNS = 80
 
 
 def _cells(count: Count) -> list[str]:

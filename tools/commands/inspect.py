@@ -80,14 +80,7 @@ def command(
     A file outside of a root is judged by itself.
     """
     paths = _paths(what, root)
-    reader, bad = Reader(), []
-
-    def tell(where: Place, body: Body) -> None:
-        if as_json:
-            _emit(where, body, everything)
-        else:
-            _print(where, body, everything)
-
+    reader, bad, tell = Reader(), [], _emit if as_json else _print
     for number, path in enumerate(paths):
         if number and not as_json:
             print()
@@ -95,10 +88,10 @@ def command(
         try:
             with reader.open(where.path, None) as file:
                 body = anatomy.examine(file, where)
-                tell(where, body)
+                tell(where, body, everything)
         except ChunkError as error:
             body = Body(None, Verdict(*finding_of(error)), None)
-            tell(where, body)
+            tell(where, body, everything)
         if body.verdict.finding is not Finding.OK:
             bad.append(body.verdict.finding)
     if as_json:

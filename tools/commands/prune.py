@@ -284,17 +284,12 @@ class _Prune:
         parts = dict(found)
         for name, spaces in lines(parts).items():
             going, arch = [parts[one] for one in spaces], spaces[0].arch
-            oldest, newest = (
-                min(one.oldest_ns for one in going),
-                max(one.newest_ns for one in going),
-            )
-            uses = dict.fromkeys((last_use(oldest), last_use(newest)))
-            cells = [
-                arch,
-                name.removeprefix(f"{arch}/"),
-                f"{sum(one.num_files for one in going):,}",
-            ]
-            cells += [iec(sum(one.nbytes for one in going)), " to ".join(uses)]
+            oldest = last_use(min(one.oldest_ns for one in going))
+            newest = last_use(max(one.newest_ns for one in going))
+            cells = [arch, name.removeprefix(f"{arch}/")]
+            cells += [f"{sum(one.num_files for one in going):,}"]
+            cells += [iec(sum(one.nbytes for one in going))]
+            cells += [oldest if oldest == newest else f"{oldest} to {newest}"]
             table.add_row(*map(plain, cells))
         if found and not self.as_json:
             print_table(table)
