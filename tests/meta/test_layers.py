@@ -55,7 +55,7 @@ HOMES = {
     "aiofiles": ("fskv.index*", "fskv.bounds.evict"),
     "typer": ("tools*",),
     "rich": ("tools*",),
-    # top and report read what engines publish, prune --watch publishes
+    # top reads what engines publish, prune --watch publishes
     "prometheus_client": ("tools.endpoint", "tools.exporter", "fskv.engines.prometheus"),
     # report
     "jinja2": ("tools.commands.report",),
