@@ -48,7 +48,7 @@ bench-flood: $(SETUP) ## Memory, files and threads while 20,000 jobs flood a wor
 
 bench-scale: $(SETUP) ## Start, count and prune with up to a million files on the storage of DIR (many minutes)
 	@mkdir -p .cache
-	@'$(PY)' -m benchmarks.scale $(ARGS) --directory '$(DIR)'
+	@'$(PY)' -m benchmarks.scale $(ARGS) --dir '$(DIR)'
 
 bench-side-by-side: $(SETUP) ## vLLM's file tier, FskvConnector and FskvTier on real weights: ARGS='--model DIR' (30 minutes)
 	@mkdir -p .cache

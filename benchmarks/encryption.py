@@ -2,7 +2,7 @@
 
     python -m benchmarks.encryption [--threads 2] [--rounds 7]
 
-Each round moves the same chunks in clear and encrypted; every loaded byte is compared.
+Each round moves chunks in clear and encrypted, as fast as they go; every loaded byte is compared.
 """
 
 from __future__ import annotations
@@ -14,44 +14,25 @@ import secrets
 import statistics
 import sys
 import tempfile
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.options import add_pages, parser, positive, positive_float, settings
+from benchmarks.counter import Counter
+from benchmarks.interpreter import DIRECTIONS, Side
+from benchmarks.options import add_pages, add_traffic, parser, settings
 from benchmarks.report import judged, publish, show, spread
-from benchmarks.rig import Rig, Shape, Traffic, patient_config, work_directory
+from benchmarks.rig import work_directory
 from fskv.config import MIB
 
-STEP_S = 0.001
 KINDS = ("clear", "encrypted")
-
-
-@contextlib.contextmanager
-def _busy() -> Iterator[None]:
-    """Keep the interpreter busy with a loop of Python on a thread, as an engine does."""
-    over = threading.Event()
-
-    def loop() -> None:
-        number = 0
-        while not over.is_set():
-            number += 1
-
-    thread = threading.Thread(target=loop, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the rates in GB/s by traffic, and those of encrypted files in parts of those in clear."""
-    shape = Shape(options.chunk_kib << 10, options.page_kib << 10, options.layers, options.places)
     rates: dict[str, list[float]] = defaultdict(list)
     nbytes_compared = 0
+    counter = Counter()
     with (
         work_directory(options.dir) as directory,
         tempfile.NamedTemporaryFile("w") as keys,
@@ -59,37 +40,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ):
         keys.write(f"names {secrets.token_hex(32)}\nk1 {secrets.token_hex(32)}\n")
         keys.flush()
-        traffic = {}
+        sides = {}
         for kind, key_file in zip(KINDS, (None, keys.name), strict=True):
             os.mkdir(where := f"{directory}/{kind}")
-            config = patient_config(
-                where,
-                io_threads=options.threads,
-                direct_io=options.direct_io,
-                key_file=key_file,
-            )
-            rig = Rig(where, shape, config)
-            closing.callback(rig.close)
-            traffic[kind] = Traffic(
-                rig, job_chunks=options.job_chunks, step_s=STEP_S, keep=shape.num_places
-            )
+            sides[kind] = Side(where, options, key_file=key_file, keep=options.places)
+            closing.callback(sides[kind].close)
         for _ in range(options.rounds):
             for beside in ("alone", "busy"):
-                with _busy() if beside == "busy" else contextlib.nullcontext():
-                    for is_load in (False, True):
-                        for kind in KINDS:
-                            one = traffic[kind]
-                            one.begin_loads()
-                            moved = one.run(
-                                is_load=is_load,
-                                rate=float("inf"),
-                                until=lambda seconds: seconds >= options.seconds,
-                            )
-                            one.drain()
-                            nbytes = moved.num_chunks * shape.chunk_nbytes
-                            nbytes_compared += one.check() if is_load else 0
-                            verb = "load" if is_load else "store"
-                            rates[f"{verb} {beside} {kind}"].append(nbytes / moved.seconds / 1e9)
+                if beside == "busy":
+                    counter.go()
+                for direction in DIRECTIONS:
+                    for kind, side in sides.items():
+                        side.start(direction)
+                        moved = side.move(direction, options.seconds, float("inf"))
+                        nbytes_compared += side.finish(direction)
+                        gb = moved.num_chunks * options.chunk_kib * 1024 / 1e9
+                        rates[f"{direction} {beside} {kind}"].append(gb / moved.seconds)
+                if beside == "busy":
+                    counter.pause()
     facts: dict[str, Any] = {"settings": settings(options), "bytes_compared": nbytes_compared}
     for name in ("store alone", "store busy", "load alone", "load busy"):
         clear, encrypted = (rates[f"{name} {kind}"] for kind in KINDS)
@@ -115,19 +83,12 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
     publish("encryption", facts, (title, columns, rows), as_json=options.json)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     made = parser("encryption", __doc__)
     add_pages(made)
-    add = made.add_argument
-    add("--rounds", type=positive, default=7, help="(7)")
-    add("--seconds", type=positive_float, default=0.5, help="of one kind of traffic (0.5)")
-    add("--job-chunks", type=positive, default=16, help="chunks of a job (16)")
-    add("--places", type=positive, default=64, help="chunks of KV to store; as many to load (64)")
-    return made.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return judged("encryption", parse(arguments), measure, report)
+    add_traffic(made)
+    made.set_defaults(pages="host")
+    return judged("encryption", made.parse_args(arguments), measure, report)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ All three are Python and hold the interpreter; what I/O threads do does not. Job
 each is polled as often as an engine steps. A poll that finds nothing is of the step and not of a chunk: it is
 said apart. No bytes are compared here: the benchmark `interpreter` does that.
 
-    python -m benchmarks.engine_thread [--pages host|cuda] [--rounds 9] [--json] ...
+    python -m benchmarks.engine_thread [--pages host|cuda] [--rounds 7] [--json] ...
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.options import add_pages, parser, positive, settings
+from benchmarks.options import add_jobs, add_pages, parser, positive, settings
 from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import PATIENCE_S, BenchmarkError, Rig, Shape, patient_config, work_directory
+from benchmarks.simulated import add_device, device_of
 from fskv.config import MAX_QUEUED_CHUNKS
 from fskv.types import FileId, Status
 
@@ -96,16 +97,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = Shape(
         options.chunk_kib << 10, options.page_kib << 10, options.layers, options.job_chunks
     )
-    device = None
-    if options.pages != "host":
-        from benchmarks.simulated import SimulatedDevice
-
-        device = SimulatedDevice()
+    device = device_of(options.pages)
     found: dict[str, dict[str, list[float]]] = {
         direction: {column: [] for column in _COLUMNS} for direction in ("store", "load")
     }
     with work_directory(options.dir) as directory:
-        config = patient_config(directory, io_threads=options.threads, direct_io=options.direct_io)
+        config = patient_config(directory, options)
         if options.job_chunks > MAX_QUEUED_CHUNKS:
             raise BenchmarkError(
                 f"--job-chunks: found {options.job_chunks}, expected at most {MAX_QUEUED_CHUNKS}: "
@@ -154,16 +151,9 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("engine_thread", __doc__)
     add_pages(made)
-    made.add_argument("--rounds", type=positive, default=9, help="(9)")
+    add_jobs(made)
+    add_device(made)
     made.add_argument("--jobs", type=positive, default=8, help="of a round, each way (8)")
-    made.add_argument("--job-chunks", type=positive, default=32, help="chunks of a job (32)")
-    made.add_argument(
-        "--pages",
-        choices=("host", "cuda"),
-        default="host",
-        help="where the KV is: in host memory, or on the simulated CUDA device of the tests, which is no GPU "
-        "(host)",
-    )
     return made.parse_args(arguments)
 
 

@@ -47,12 +47,7 @@ WAIT_EVERY = 512  # store jobs: as many as the queue takes
 
 
 def configured(directory: str, options: argparse.Namespace) -> StoreConfig:
-    return patient_config(
-        directory,
-        io_threads=options.threads,
-        direct_io=options.direct_io,
-        staging_nbytes=options.staging_mib * MIB,
-    )
+    return patient_config(directory, options, staging_nbytes=options.staging_mib * MIB)
 
 
 # --- the child ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.child import Child
 from benchmarks.counter import Counter, Reading
-from benchmarks.options import add_pages, parser, positive, positive_float, settings
+from benchmarks.options import add_pages, add_traffic, parser, positive_float, settings
 from benchmarks.report import judged, publish, say, show, spread
 from benchmarks.rig import (
     BenchmarkError,
@@ -35,9 +35,11 @@ from benchmarks.rig import (
     patient_config,
     work_directory,
 )
+from benchmarks.simulated import add_device, device_of
 
 PROMISE = 0.95
 DIRECTIONS = ("store", "load")
+_WARM_UP = 1000.0  # chunks a second
 
 
 @dataclass(slots=True)
@@ -74,23 +76,28 @@ class Cell:
 class Side:
     """Traffic on a rig of its own: in this process, or served to it by another one."""
 
-    def __init__(self, directory: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        directory: str,
+        options: argparse.Namespace,
+        *,
+        key_file: str | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Beyond `keep` files the oldest is removed."""
         shape = Shape(
             options.chunk_kib << 10, options.page_kib << 10, options.layers, options.places
         )
-        config = patient_config(directory, io_threads=options.threads, direct_io=options.direct_io)
-        self._device = None
-        if options.pages != "host":
-            from benchmarks.simulated import SimulatedDevice
-
-            self._device = SimulatedDevice()
+        config = patient_config(directory, options, key_file=key_file)
+        self._device = device_of(options.pages)
         rig = Rig(directory, shape, config, device=self._device)
-        self._traffic = Traffic(rig, job_chunks=options.job_chunks, step_s=options.step_ms / 1e3)
+        step_s = options.step_ms / 1e3
+        self._traffic = Traffic(rig, job_chunks=options.job_chunks, step_s=step_s, keep=keep)
         self._rig = rig
         self.num_in_python = 0
         self._count_in_python()
         self.start("store")
-        self.move("store", 0.2, options.rate)  # slots, threads and directories exist afterwards
+        self.move("store", 0.2, _WARM_UP)  # slots, threads and directories exist afterwards
         self.finish("store")
 
     def _count_in_python(self) -> None:
@@ -297,20 +304,9 @@ def report(facts: dict[str, Any], options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser("interpreter", __doc__)
     add_pages(made)
-    add = made.add_argument
-    add("--rate", type=positive_float, default=1000.0, help="chunks a second (1000)")
-    add("--rounds", type=positive, default=7, help="(7)")
-    add("--seconds", type=positive_float, default=1.0, help="of a loaded phase; idle: half (1)")
-    add("--job-chunks", type=positive, default=32, help="chunks of a job (32)")
-    add("--step-ms", type=positive_float, default=5.0, help="between two polls of the worker (5)")
-    add("--places", type=positive, default=128, help="chunks of KV to store; as many to load (128)")
-    add(
-        "--pages",
-        choices=("host", "cuda"),
-        default="host",
-        help="where the KV is: in host memory, or on the simulated CUDA device of the tests: no "
-        "figure of it is a GPU's (host)",
-    )
+    add_traffic(made)
+    add_device(made)
+    made.add_argument("--rate", type=positive_float, default=1000.0, help="chunks a second (1000)")
     return made.parse_args(arguments)
 
 

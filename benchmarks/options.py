@@ -46,6 +46,22 @@ def add_pages(made: argparse.ArgumentParser) -> None:
     add("--layers", type=positive, default=16, help="KV tensors (16)")
 
 
+def add_jobs(made: argparse.ArgumentParser) -> None:
+    """Add the options that say how much is moved and how often."""
+    add = made.add_argument
+    add("--rounds", type=positive, default=7, help="(7)")
+    add("--job-chunks", type=positive, default=32, help="chunks of a job (32)")
+
+
+def add_traffic(made: argparse.ArgumentParser) -> None:
+    """Add the options of traffic for some time."""
+    add_jobs(made)
+    add = made.add_argument
+    add("--seconds", type=positive_float, default=1.0, help="of a loaded phase (1)")
+    add("--step-ms", type=positive_float, default=5.0, help="between two polls of the worker (5)")
+    add("--places", type=positive, default=128, help="chunks of KV to store; as many to load (128)")
+
+
 def settings(options: argparse.Namespace) -> dict[str, object]:
     """Return what was asked for, ready for JSON."""
     return {name: value for name, value in vars(options).items() if name != "json"}

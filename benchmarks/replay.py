@@ -8,7 +8,7 @@ bound stay free. With --speed it is as in an engine.
 
 Exit code 1: a loaded byte was wrong, or a load or store failed in another way than by pruning.
 
-    python -m benchmarks.replay TRACE --dir DIR [--blocks 10000] [--speed 5] [--limit N] [--json]
+    python -m benchmarks.replay TRACE --dir DIR [--blocks 10000] [--speed 5] [--json]
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fskv_tools.replay.curve import simulate
 from fskv_tools.replay.trace import Request, read_trace
 
 from benchmarks.options import parser, positive, positive_float, settings
-from benchmarks.replay_engine import Engine, ReplayError
+from benchmarks.replay_engine import Engine
 from benchmarks.report import judged, publish, say
-from benchmarks.rig import BenchmarkError, work_directory
+from benchmarks.rig import work_directory
 from fskv.root.filesystem import unit_nbytes
 
 _BLOCK_NBYTES = 4096  # of KV
@@ -62,8 +62,6 @@ def replay(options: argparse.Namespace, requests: list[Request], root: str) -> d
             if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
                 say(f"{number} of {len(requests)} requests")
-    except ReplayError as error:
-        raise BenchmarkError(str(error)) from None
     finally:
         engine.close()
     return {**sums, "failures": dict(failures), "seconds": round(time.monotonic() - start, 1)}
@@ -75,7 +73,7 @@ def _on_disk(unit: int) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    requests = read_trace(options.trace, options.limit)
+    requests = read_trace(options.trace)
     num_blocks = sum(len(request.hash_ids) for request in requests)
     with work_directory(options.dir) as own:
         facts = replay(options, requests, own)
@@ -115,7 +113,6 @@ def main() -> int:
     add = made.add_argument
     add("trace", metavar="TRACE", help="a trace in the Mooncake JSONL format")
     add("--blocks", type=positive, default=10_000, help="the root's bound, in blocks (10000)")
-    add("--limit", type=positive, help="only the first requests")
     add("--speed", type=positive_float, help="seconds of the trace a second (as fast as it goes)")
     options = made.parse_args()
     return judged("replay", options, measure, report)

@@ -13,10 +13,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks.rig import BenchmarkError, identity_of
 from fskv.config import StoreConfig
 from fskv.data_path.job import FileMove
 from fskv.index.presence import NEGATIVE_TTL_S, POSITIVE_TTL_S, QUARANTINE_S
-from fskv.namespace import GroupIdentity, Identity
 from fskv.observe import metrics
 from fskv.offload.kv_store import KvStore
 from fskv.offload.mover import News
@@ -32,10 +32,6 @@ _ROOM_POLL_S = 0.0005
 _FULL_SPEED_TIMEOUT_S = 30.0
 # A prime, so that neither two pages nor two rows of a large block hold the same bytes.
 _PATTERN_NBYTES = 65521
-
-
-class ReplayError(Exception):
-    """The replay cannot go on; one sentence for the user."""
 
 
 @dataclass(slots=True)
@@ -59,28 +55,6 @@ def block_content(key: bytes, nbytes: int) -> bytes:
     """Return the bytes that stand for a block's KV; they follow from its key alone."""
     pattern = hashlib.shake_128(key).digest(min(nbytes, _PATTERN_NBYTES))
     return (pattern * -(-nbytes // len(pattern)))[:nbytes]
-
-
-def replay_identity(name: str, block_nbytes: int) -> Identity:
-    """Return a namespace of its own for each name of a trace and size of block."""
-    return Identity(
-        engine="replay",
-        engine_version="1",
-        arch="replay",
-        model_name=f"trace-{name}",
-        weights=f"named:{name}",
-        model_config={},
-        kv_cache_dtype="bytes",
-        model_dtype="bytes",
-        kv_cache_layout="page",
-        attention_backend="none",
-        tokens_per_hash=_TOKENS_PER_BLOCK,
-        blocks_per_chunk=1,
-        groups=(GroupIdentity(0, "full", None, _TOKENS_PER_BLOCK, (block_nbytes,), ("trace",)),),
-        hash_algorithm="sha256",
-        hash_seed="none",
-        topology={"tp": 1},
-    )
 
 
 class TraceClock:
@@ -145,7 +119,7 @@ class Engine:
         )
         self._kv = KvStore(
             config,
-            replay_identity(name, block_nbytes),
+            identity_of(f"trace-{name}", (block_nbytes,), 1, _TOKENS_PER_BLOCK),
             {0: [self._pages]},
             clock=self._clock,
             patient=True,
@@ -273,7 +247,7 @@ class Engine:
             now = time.monotonic()
             waits_since = waits_since or now
             if now - waits_since > PATIENCE_S:
-                raise ReplayError(
+                raise BenchmarkError(
                     f"no room for a chunk of {self.file_nbytes} bytes within {PATIENCE_S:g} s; expected "
                     "the maintenance process to prune"
                 )
@@ -314,7 +288,7 @@ class Engine:
         end = time.monotonic() + 3 * PATIENCE_S
         while not ended():
             if time.monotonic() > end:
-                raise ReplayError(f"a job did not end in {3 * PATIENCE_S:g} s")
+                raise BenchmarkError(f"a job did not end in {3 * PATIENCE_S:g} s")
             time.sleep(_POLL_S)
 
     def _take_news(self, done: RequestDone) -> News:

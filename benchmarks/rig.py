@@ -8,6 +8,7 @@ construct them here and nowhere else.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -69,9 +70,8 @@ class Shape:
 
 def patient_config(
     directory: str,
+    options: argparse.Namespace,
     *,
-    io_threads: int,
-    direct_io: str,
     staging_nbytes: int = 256 * MIB,
     key_file: str | None = None,
 ) -> StoreConfig:
@@ -79,8 +79,8 @@ def patient_config(
     return StoreConfig.from_mapping(
         {
             "root": directory,
-            "io_threads": io_threads,
-            "direct_io": direct_io,
+            "io_threads": options.threads,
+            "direct_io": options.direct_io,
             "staging_bytes": staging_nbytes,
             "load_deadline_s": PATIENCE_S,
             "key_file": key_file,
@@ -88,12 +88,12 @@ def patient_config(
     )
 
 
-def open_namespace(
-    root: str, model: str, page_nbytes: tuple[int, ...], blocks_per_chunk: int, *, create: bool
-) -> NamespaceDir:
-    """Open a root and the namespace of this model as a worker does; one KV group, on CPUs."""
+def identity_of(
+    model: str, page_nbytes: tuple[int, ...], blocks_per_chunk: int, tokens_per_block: int = 16
+) -> Identity:
+    """Return the identity of an engine without a model: one KV group, on CPUs."""
     layers = tuple(f"layers.{number}" for number in range(len(page_nbytes)))
-    identity = Identity(
+    return Identity(
         engine="benchmark",
         engine_version="1",
         arch="cpu-x86_64",
@@ -104,13 +104,20 @@ def open_namespace(
         model_dtype="bfloat16",
         kv_cache_layout="HND",
         attention_backend="CPU",
-        tokens_per_hash=16,
+        tokens_per_hash=tokens_per_block,
         blocks_per_chunk=blocks_per_chunk,
-        groups=(GroupIdentity(0, "full", None, 16, page_nbytes, layers),),
+        groups=(GroupIdentity(0, "full", None, tokens_per_block, page_nbytes, layers),),
         hash_algorithm="sha256",
         hash_seed="0",
         topology={"tp": 1},
     )
+
+
+def open_namespace(
+    root: str, model: str, page_nbytes: tuple[int, ...], blocks_per_chunk: int, *, create: bool
+) -> NamespaceDir:
+    """Open a root and the namespace of this model as a worker does."""
+    identity = identity_of(model, page_nbytes, blocks_per_chunk)
     return Root.open(root, create=create).open_namespace(identity)
 
 
@@ -372,7 +379,7 @@ class Traffic:
 @contextlib.contextmanager
 def work_directory(parent: str) -> Iterator[str]:
     """Make a directory below `parent` and remove it in the end, also after Ctrl-C."""
-    path = tempfile.mkdtemp(prefix="fskv-benchmark-", dir=parent)
+    path = tempfile.mkdtemp(prefix="fskv-benchmark-", dir=os.path.abspath(parent))
     try:
         yield path
     finally:

@@ -5,7 +5,7 @@ For every size a root is made, measured and removed, also after Ctrl-C. Each ste
 root may do, and which slows down whatever else runs on the machine. What was pruned, what was counted and
 what was loaded is checked from outside; exit code 2: something was wrong, and no figure is valid.
 
-    python -m benchmarks.scale [--files 10000,100000,1000000] [--json] [--directory DIR]
+    python -m benchmarks.scale [--files 10000,100000,1000000] [--json] [--dir DIR]
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from benchmarks import scale_root
-from benchmarks.options import positive, settings
+from benchmarks.options import parser, positive, settings
 from benchmarks.report import judged, publish
-from benchmarks.rig import BenchmarkError
+from benchmarks.rig import BenchmarkError, work_directory
 from benchmarks.scale_root import SHELL_NBYTES, check_pruned, check_room, oldest, shard_path
 from fskv.config import MIB
 
@@ -293,21 +291,6 @@ def progress(text: str) -> None:
         sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def scratch(parent: str) -> Iterator[str]:
-    """Make a directory below `parent` and remove it in the end, also after Ctrl-C."""
-    path = tempfile.mkdtemp(prefix="fskv-benchmark-", dir=os.path.abspath(parent))
-    try:
-        yield path
-    finally:
-        # A second Ctrl-C must not stop this half way.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        progress(f"removing {path}")
-        scale_root.remove(path)
-        progress("")
-        signal.signal(signal.SIGINT, before)
-
-
 # --- all sizes ------------------------------------------------------------------------------
 
 
@@ -315,8 +298,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = {}
     for num_files in options.files:
         chunks_nbytes = options.chunks * (options.chunk_kib << 10)
-        check_room(options.directory, int(num_files * 1.05), chunks_nbytes)
-        with scratch(options.directory) as root:
+        check_room(options.dir, int(num_files * 1.05), chunks_nbytes)
+        with work_directory(options.dir) as root:
             sizes[str(num_files)] = Scale(root, num_files, options).run()
     return {"settings": settings(options), "sizes": sizes}
 
@@ -398,14 +381,8 @@ def counts(text: str) -> list[int]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(
-        prog="benchmarks.scale",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = parser("scale", __doc__, io=False)
     add = made.add_argument
-    add("--json", action="store_true", help="print one line of JSON instead of the table")
-    add("--directory", "--dir", default=".", help="where the files go (the current directory)")
     default = [10_000, 100_000, 1_000_000]
     add("--files", type=counts, default=default, help="of each root (10000,100000,1000000)")
     add("--chunks", type=positive, default=200, help="real ones, beside the files (200)")

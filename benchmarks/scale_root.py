@@ -10,11 +10,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -188,23 +185,3 @@ def store_chunks(directory: NamespaceDir, num_chunks: int, chunk_nbytes: int) ->
         status = store.put(chunk_id(number), 0, slot)
         if status is not Status.OK:
             raise BenchmarkError(f"a chunk could not be stored: {status.value}")
-
-
-# --- the end --------------------------------------------------------------------------------
-
-
-def remove(path: str, timeout_s: float = 60.0) -> None:
-    """Remove a root, shards in parallel; what is written meanwhile by a process that ends too."""
-    shards = [
-        entry.path
-        for base, names, _ in os.walk(path)
-        if os.path.basename(base) == "chunks"
-        for entry in os.scandir(base)
-    ]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda shard: shutil.rmtree(shard, ignore_errors=True), shards))
-    end = time.monotonic() + timeout_s
-    shutil.rmtree(path, ignore_errors=True)
-    while os.path.exists(path) and time.monotonic() < end:
-        time.sleep(0.1)
-        shutil.rmtree(path, ignore_errors=True)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.usage import status_of
+
 Options = dict[str, Any]
 _PATIENCE_S = 600.0
 
@@ -228,9 +230,7 @@ def _read_json(path: str) -> Options:
 
 def _memory(pid: int | str = "self") -> dict[str, int]:
     """Return VmRSS and VmHWM in bytes."""
-    with open(f"/proc/{pid}/status") as file:
-        pairs = [line.split(":", 1) for line in file]
-    return {name: int(rest.split()[0]) << 10 for name, rest in pairs if name in ("VmRSS", "VmHWM")}
+    return {name: number << 10 for name, number in status_of(pid).items()}
 
 
 STEPS = {step.__name__: step for step in (first_hit, scan, refresh, prune)}

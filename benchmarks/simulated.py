@@ -6,6 +6,7 @@ nothing here is as fast or as slow as a GPU: no figure of it is one's.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,3 +61,14 @@ class SimulatedDevice:
         """Raise BenchmarkError where the driver was misused: no figure is worth anything then."""
         if misuses := self._sim.misuses:
             raise BenchmarkError(f"the simulated driver was misused: {misuses[0]}")
+
+
+def add_device(made: argparse.ArgumentParser) -> None:
+    """Add the option that says where the KV pages are."""
+    what = "in host memory, or on the simulated CUDA device of the tests, which is no GPU (host)"
+    made.add_argument("--pages", choices=("host", "cuda"), default="host", help=what)
+
+
+def device_of(pages: str) -> SimulatedDevice | None:
+    """Return the device of the option --pages, None for host memory."""
+    return None if pages == "host" else SimulatedDevice()

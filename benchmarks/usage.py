@@ -19,7 +19,7 @@ class Usage:
     @classmethod
     def of(cls, pid: int) -> Usage:
         """Read the usage now; raises OSError or KeyError when the process is gone."""
-        status = _status(pid)
+        status = status_of(pid)
         return cls(
             status["VmRSS"] << 10,
             status["RssAnon"] << 10,
@@ -51,11 +51,12 @@ class Watch:
 
     def peak(self) -> Usage:
         """Return the peaks up to now."""
-        high_water = _status(self._pid)["VmHWM"] << 10
+        high_water = status_of(self._pid)["VmHWM"] << 10
         return replace(self._peak, rss_nbytes=max(self._peak.rss_nbytes, high_water))
 
 
-def _status(pid: int) -> dict[str, int]:
+def status_of(pid: int | str) -> dict[str, int]:
+    """Return the numbers of a process's status; those of memory are in KiB."""
     with open(f"/proc/{pid}/status") as file:
         pairs = [line.split(":", 1) for line in file]
     return {k: int(v.split()[0]) for k, v in pairs if k[:3] in ("VmR", "VmH", "Rss", "Thr")}

@@ -141,6 +141,7 @@ _HEAD = """# The command line
   3339 in UTC. Lone surrogates stand for bytes that are no UTF-8. Later versions may add fields.
 - Commands that delete show a plan and ask. Without a terminal they need `--yes`. Ctrl-C is always safe. A
   second one ends at once.
+- `fskv --version` prints the versions of fskv and of its files.
 - `fskv --install-completion` completes commands, options and names in your shell.
 """
 

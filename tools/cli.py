@@ -1,7 +1,7 @@
 """The `fskv` command: which commands there are, and how each of them ends.
 
 A command's module is imported when the command is used, so that a start costs what that command needs:
-`fskv version` imports neither numpy nor rich, and nothing but `bench --cuda` imports torch.
+`fskv --version` imports neither numpy nor rich, and nothing but `bench --cuda` imports torch.
 
 Results go to stdout, everything else to stderr. No traceback reaches the user for what a disk or an argument
 can do: `tools.exits` has the exceptions and the exit codes.
@@ -10,7 +10,7 @@ can do: `tools.exits` has the exceptions and the exit codes.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import os
 import signal
@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from fskv import __version__
 from fskv.errors import ConfigError, FskvError, RootError
 
 from . import interrupt
@@ -40,12 +41,12 @@ class Entry(NamedTuple):
 
 
 LOOK, TRUST, BOUND = "Look", "Check and explain", "Keep in bounds or move"
-MEASURE, SELF = "Measure", "About fskv"
+MEASURE = "Measure"
 COMMANDS = (
     Entry("ls", LOOK, "List namespaces, or the chunks in them."),
     Entry("top", LOOK, "Watch a root and its engines on a live screen."),
     Entry("report", LOOK, "Write one HTML page about a root."),
-    Entry("du", LOOK, "Show disk usage, and the effect of a prune."),
+    Entry("du", LOOK, "Show disk usage by namespace, tenant and group."),
     Entry("inspect", LOOK, "Show a chunk file's header, spans and rows, and judge it."),
     Entry("verify", TRUST, "Check names, headers and data of chunk files."),
     Entry("doctor", TRUST, "Check machine, mount and root, with remedies."),
@@ -57,7 +58,6 @@ COMMANDS = (
     Entry("plan", MEASURE, "Plan chunks, disk and load time from a model's config.json."),
     Entry("bench", MEASURE, "Measure a mount: how fast is it, and which options suit it?"),
     Entry("replay", MEASURE, "Replay a request trace: how much would hit at which size?"),
-    Entry("version", SELF, "Print the versions of fskv and of its files."),
 )
 _BY_NAME = {entry.name: entry for entry in COMMANDS}
 _METAVARS = {"int range": "N", "float range": "NUMBER", "str": "TEXT"}  # as docs/cli.md has them
@@ -163,7 +163,11 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        importlib.import_module(_BY_NAME["version"].module).command()
+        from fskv.format.chunk_file import FORMAT_VERSION
+
+        built = importlib.util.find_spec("fskv._native") is not None
+        how = "with the C extension" if built else "without the C extension, which engines need"
+        print(f"fskv {__version__}, on-disk format {FORMAT_VERSION}, {how}")
         raise typer.Exit
 
 
@@ -173,7 +177,7 @@ def _fskv(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-V", callback=_version, is_eager=True, help="As `fskv version`."
+            "--version", "-V", callback=_version, is_eager=True, help="Print the versions."
         ),
     ] = False,
 ) -> None:

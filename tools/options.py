@@ -71,14 +71,6 @@ KeyFileOption = Annotated[
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only show the plan.")]
-MetricsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL[,URL]",
-        help="Metrics of engines: HOST:PORT, or a whole URL.",
-        show_default=False,
-    ),
-]
 _namespaces = typer.Argument(
     metavar="NAMESPACE",
     help="ARCH/MODEL@DIGEST, or a prefix of it, of MODEL or of DIGEST. Default: all.",

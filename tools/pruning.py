@@ -28,43 +28,10 @@ from .terminal import walk_progress
 class Forecast:
     """The part of one namespace that a prune would remove, as far as is remembered."""
 
-    catalogue: Catalogue
     num_files: int
     nbytes: int
     oldest_ns: int  # last uses
     newest_ns: int
-
-
-def forecast(catalogues: Sequence[Catalogue], need: Need) -> list[Forecast]:
-    """Forecast a prune to `need`, with all chunks that were last used before its time. Pure.
-
-    By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Namespaces that stay
-    whole are left out.
-    """
-    tables = [(catalogue, records) for catalogue in catalogues for _, records in catalogue.shards()]
-    everything = joined(records for _, records in tables)
-    mtimes, sizes = everything["mtime_ns"], everything["nbytes"]
-    order = np.argsort(mtimes, kind="stable")
-    count = min(need.num_files, len(order))
-    if need.nbytes > 0:
-        freed = np.cumsum(sizes[order])
-        count = max(count, int(np.searchsorted(freed, need.nbytes, side="left")) + 1)
-    if need.before_ns is not None:
-        count = max(count, int(np.searchsorted(mtimes[order], need.before_ns, side="left")))
-    goes = np.zeros(len(order), bool)
-    goes[order[:count]] = True
-    found = []
-    at = 0
-    for catalogue in catalogues:
-        here = slice(at, at + catalogue.num_files)
-        at += catalogue.num_files
-        uses = mtimes[here][goes[here]]
-        if len(uses):
-            freed_here = int(sizes[here][goes[here]].sum())
-            found.append(
-                Forecast(catalogue, len(uses), freed_here, int(uses.min()), int(uses.max()))
-            )
-    return found
 
 
 _NONE = Limits()
@@ -73,13 +40,9 @@ _NONE = Limits()
 class Plan:
     """The files of some namespaces of a root, and the amount to remove."""
 
-    def __init__(
-        self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE, free_nbytes: int = 0
-    ) -> None:
-        """`free_nbytes` is the least number of bytes to remove, whatever the limits."""
+    def __init__(self, root: str, spaces: Sequence[Namespace], limits: Limits = _NONE) -> None:
         self.root = root
         self._limits = limits
-        self.free_nbytes = free_nbytes
         self.catalogues = {one: Catalogue(one.path) for one in spaces}
         self.unlistable = 0  # directories
 
@@ -110,7 +73,7 @@ class Plan:
 
         `now_ns` is the time by the root's clock, or by our own for a plan that nobody carries out.
         """
-        limits, nbytes, num_files, before_ns = self._limits, self.free_nbytes, 0, None
+        limits, nbytes, num_files, before_ns = self._limits, 0, 0, None
         if limits.max_nbytes is not None:
             nbytes = max(nbytes, self.nbytes - limits.max_nbytes)
         if limits.keep_free:
@@ -122,9 +85,33 @@ class Plan:
         return Need(nbytes, num_files, before_ns)
 
     def forecast(self, need: Need) -> list[tuple[Namespace, Forecast]]:
-        """Return the forecast for each namespace."""
-        spaces = {known.namespace: one for one, known in self.catalogues.items()}
-        return [(spaces[one.catalogue.namespace], one) for one in forecast(self.ours, need)]
+        """Forecast a prune to `need`, with all chunks that were last used before its time.
+
+        By the files' own mtimes: where the ranks of a chunk differ, a little less goes. Namespaces that stay
+        whole are left out.
+        """
+        ours = [one for one in self.catalogues if one.problem is None]
+        everything = joined(records for one in ours for _, records in self.catalogues[one].shards())
+        mtimes, sizes = everything["mtime_ns"], everything["nbytes"]
+        order = np.argsort(mtimes, kind="stable")
+        count = min(need.num_files, len(order))
+        if need.nbytes > 0:
+            freed = np.cumsum(sizes[order])
+            count = max(count, int(np.searchsorted(freed, need.nbytes, side="left")) + 1)
+        if need.before_ns is not None:
+            count = max(count, int(np.searchsorted(mtimes[order], need.before_ns, side="left")))
+        goes = np.zeros(len(order), bool)
+        goes[order[:count]] = True
+        found = []
+        at = 0
+        for one in ours:
+            here = slice(at, at + self.catalogues[one].num_files)
+            at = here.stop
+            uses, nbytes = mtimes[here][goes[here]], int(sizes[here][goes[here]].sum())
+            if len(uses):
+                part = Forecast(len(uses), nbytes, int(uses.min()), int(uses.max()))
+                found.append((one, part))
+        return found
 
     def carry_out(
         self, now_ns: int, stop: threading.Event, told: Callable[[int], object]

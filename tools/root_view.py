@@ -144,19 +144,23 @@ class Namespace:
             else:
                 yield found
 
-    def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Shard]]:
+    def catalogue(self, *, fresh: bool) -> tuple[Catalogue, list[Unlistable]]:
         """Return all that is there, 40 bytes a file, and the directories that could not be listed.
 
         Without `fresh` it starts from the snapshot: only directories that have changed are listed, and files
-        in the others may have been used since. Raises OSError when the namespace itself cannot be read.
+        in the others may have been used since.
         """
         import asyncio
 
         from fskv.index.snapshot import Catalogue
 
         catalogue = Catalogue(self.path) if fresh else Catalogue.load(self.path)
-        failed = asyncio.run(catalogue.refresh(time.time_ns()))
-        return catalogue, failed
+        try:
+            failed = asyncio.run(catalogue.refresh(time.time_ns()))
+        except OSError as error:  # of the namespace itself
+            why = error.strerror or str(error)
+            return Catalogue(self.path), [Unlistable(self.path, why)]
+        return catalogue, [Unlistable.of(self, shard) for shard in failed]
 
 
 class _Counted(Protocol):
@@ -281,12 +285,7 @@ def num_chunks(records: Records) -> int:
     """Count chunks: the files of all ranks are one."""
     if not len(records) or not records["rank1"].any():
         return len(records)
-    return len(
-        {
-            (bytes(name), group)
-            for name, group in zip(records["name"], records["group"], strict=True)
-        }
-    )
+    return len(set(zip(records["name"].tolist(), records["group"].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +393,6 @@ class RootView:
 
         Raises UsageError where `text` means no chunk or several, or is no name.
         """
-        if f"/{namespace.CHUNK_DIR}/" in text:
-            return [self._by_path(text)]
         spaces = self.namespaces()
         found: list[ChunkFile] = []
         if match := _CHUNK.fullmatch(text):
@@ -413,14 +410,6 @@ class RootView:
         if len(names) > 1:
             raise _ambiguous(text, names)
         return found
-
-    def _by_path(self, text: str) -> ChunkFile:
-        path = os.path.abspath(text)
-        if named := namespace.parse_chunk_file(os.path.basename(path)):
-            for file in find_files(self.namespaces(), named.name):
-                if file.path == path:
-                    return file
-        raise UsageError(f"{show(text)}: no chunk file of {self.path}")
 
 
 def identity_of(text: str, root: str | None) -> Identity:
@@ -471,21 +460,17 @@ def _ambiguous(text: str, names: list[str]) -> UsageError:
     return UsageError(f"{show(text)}: may be any of {shown}{more}; give more of it")
 
 
-def _listed(one: Namespace, shard_idx: int) -> Iterator[ChunkFile]:
-    from fskv.index.scan import list_shard, shard_path
-
-    shard = list_shard(shard_path(one.path, shard_idx), shard_idx)
-    return chunk_files(one, shard.records)
-
-
 def find_files(
     spaces: list[Namespace], prefix: str, group: str | None = None, rank: str | None = None
 ) -> list[ChunkFile]:
     """Return the files of chunks whose names begin with `prefix`, three digits at least."""
+    from fskv.index.scan import list_shard, shard_path
+
     found = []
     for one in spaces:
         idx = int(prefix[:_ID_DIGITS], 16)
-        for file in _listed(one, idx):
+        shard = list_shard(shard_path(one.path, idx), idx)
+        for file in chunk_files(one, shard.records):
             named = namespace.parse_chunk_file(file.name)
             if named is None or not named.name.startswith(prefix):
                 continue

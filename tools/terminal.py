@@ -13,21 +13,21 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fskv.errors import ConfigError
+from fskv.sizes import parse_size
 
 from .exits import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 
+T = TypeVar("T")
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|h|d|w)", re.ASCII)
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _MAX_AGE_S = 100 * 366 * 86400
@@ -37,13 +37,6 @@ _BESIDE = 60  # columns of a terminal, for what stands beside a name
 
 
 # --- where it goes ----------------------------------------------------------------------
-
-
-@cache
-def stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)
 
 
 def say(sentence: str) -> None:
@@ -89,8 +82,8 @@ def print_table(table: Table) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table; `right` names the columns of numbers."""
+def new_table(*columns: str) -> Table:
+    """Return an empty table; a column of numbers begins with `>`."""
     from rich import box
     from rich.table import Table
 
@@ -104,8 +97,8 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
         header_style="bold",
     )
     for name in columns:
-        if name in right:
-            table.add_column(name, justify="right", no_wrap=True)
+        if name.startswith(">"):
+            table.add_column(name[1:], justify="right", no_wrap=True)
         else:
             digest = 17 if "@" in name else None
             # With a least width alone rich cuts the last column of a narrow terminal.
@@ -127,6 +120,7 @@ def plain(text: str) -> Text:
 @contextlib.contextmanager
 def progress(*, rate: bool = False) -> Iterator[Progress]:
     """Draw progress on stderr while it is a terminal, otherwise nothing. `rate`: the total is in bytes."""
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -142,7 +136,7 @@ def progress(*, rate: bool = False) -> Iterator[Progress]:
         BarColumn(),
         counted,
         TimeRemainingColumn(),
-        console=stderr(),
+        console=Console(stderr=True, highlight=False),
         transient=True,
         # Where only stderr is a terminal, results must not come out there.
         redirect_stdout=sys.stdout.isatty(),
@@ -249,12 +243,15 @@ def rfc3339(ns: int | None) -> str | None:
 
 def size_option(option: str, text: str) -> int:
     """Read bytes, as a number or with a unit; raises UsageError."""
-    from fskv.sizes import parse_size
+    return parsed(parse_size, option, text)
 
+
+def parsed(parse: Callable[[str, Any], T], option: str, text: str) -> T:
+    """Read a size by a function of `fskv.sizes`; raises UsageError."""
     try:
         # More digits than any size has are no number for Python either.
         is_number = text.isascii() and text.isdecimal() and len(text) < 30
-        return parse_size(option, int(text) if is_number else text)
+        return parse(option, int(text) if is_number else text)
     except ConfigError as error:
         raise UsageError(str(error).removeprefix("option ")) from None
 
@@ -280,16 +277,13 @@ def is_narrow() -> bool:
     return columns() < _FEW
 
 
-def fill(text: str, indent: int = 0, hang: int | None = None) -> str:
-    """Break a text into lines that fit the terminal; names and values stay whole.
-
-    `hang`: the indent of the second line and those that follow, where it is another.
-    """
+def fill(text: str, indent: int = 0) -> str:
+    """Break a text into lines that fit the terminal; names and values stay whole."""
     return textwrap.fill(
         show(text),
         min(columns(), 100 if columns() >= 100 else 78),
         initial_indent=" " * indent,
-        subsequent_indent=" " * (indent if hang is None else hang),
+        subsequent_indent=" " * indent,
         break_on_hyphens=False,
         break_long_words=False,
     )

@@ -1,4 +1,4 @@
-"""Counts the disk usage of a root, by namespace and group, and forecasts prunes.
+"""Counts the disk usage of a root, by namespace and group.
 
 Every file is looked at once: a snapshot's last uses may be older than the truth.
 """
@@ -10,19 +10,61 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from fskv.bounds.evict import Need, cutoff_ns
-from fskv.index.scan import Part
-from fskv.index.snapshot import Catalogue
+import numpy as np
+
+from fskv.index.scan import Part, Records
 from fskv.root.process_id import is_orphan
 
 from .neighbours import Bounds, bounds_of
-from .pruning import forecast
 from .root_view import Namespace, Sums
-from .tally import Count, tally
-from .terminal import say
+from .terminal import age_option, say
 
 Key = Namespace | str | None  # a namespace, a tenant (None: of none), or a kind of KV group
+
+
+@dataclass(slots=True)
+class Count:
+    """Files of one group. `unused` has (files, bytes) last used before each edge."""
+
+    num_files: int = 0
+    nbytes: int = 0  # on disk
+    unused: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, counts: Iterable[Count]) -> Count:
+        """Return the sum of counts."""
+        found = cls()
+        for one in counts:
+            found.add(one)
+        return found
+
+    def add(self, other: Count) -> None:
+        self.num_files += other.num_files
+        self.nbytes += other.nbytes
+        before = self.unused or [(0, 0)] * len(other.unused)
+        self.unused = [(a + c, b + d) for (a, b), (c, d) in zip(before, other.unused, strict=True)]
+
+
+def tally(records: Records, edges_ns: Sequence[int]) -> dict[int, Count]:
+    """Count the records of one directory by group. Pure."""
+    groups, which = np.unique(records["group"], return_inverse=True)
+
+    def sums(rows: Any) -> list[tuple[int, int]]:
+        # Sums of one directory are exact in a double: less than 2^53 bytes.
+        sizes = records["nbytes"][rows].astype(np.float64)
+        num_files = np.bincount(which[rows], minlength=len(groups))
+        nbytes = np.bincount(which[rows], sizes, len(groups))
+        return list(zip(num_files.tolist(), nbytes.astype(np.int64).tolist(), strict=True))
+
+    # By columns and not group by group: names that somebody made up may have a group each.
+    unused = [sums(records["mtime_ns"] < edge_ns) for edge_ns in edges_ns]
+    whole = sums(slice(None))
+    return {
+        group: Count(*whole[at], [old[at] for old in unused])
+        for at, group in enumerate(groups.tolist())
+    }
 
 
 @dataclass(slots=True)
@@ -58,37 +100,17 @@ class NamespaceUsage:
         return "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The effect of one prune."""
-
-    option: str
-    num_files: int
-    nbytes: int
-
-
 class RootUsage:
     """The counts of a root."""
 
-    def __init__(
-        self,
-        root: str,
-        spaces: Sequence[Namespace],
-        ages_s: Sequence[float] = (),
-        *,
-        forecasts: bool = False,
-    ) -> None:
-        """With `forecasts` it keeps 40 bytes of each file, for `targets`."""
+    def __init__(self, root: str, spaces: Sequence[Namespace], ages: Sequence[str] = ()) -> None:
+        """`ages` as options have them, such as 30d."""
         self._root = root
         self._spaces = spaces
-        self._ages_s = ages_s
-        self._forecasts = forecasts
         self.at_ns = time.time_ns()  # our own clock, since nothing is written here
-        self._edges_ns = [self.at_ns - int(age_s * 1e9) for age_s in ages_s]
-        self._nbytes = 0  # of all, with parts
-        self._ours: list[Catalogue] = []  # of namespaces that are not damaged
-        self.ages = [age_text(age_s) for age_s in ages_s]
-        self.total = Count(unused=[(0, 0)] * len(ages_s))
+        self._edges_ns = [self.at_ns - int(age_option("age", age) * 1e9) for age in ages]
+        self.ages = ages
+        self.total = Count(unused=[(0, 0)] * len(ages))
         self.namespaces: list[NamespaceUsage] = []
 
     def count(
@@ -100,21 +122,16 @@ class RootUsage:
         """
         for number, one in enumerate(self._spaces):
             usage = NamespaceUsage(one)
-            catalogue = Catalogue(one.path)
             for shard in one.listed(usage, told):
-                if self._forecasts:
-                    catalogue.take(shard)
                 latest_ns = int(shard.records["mtime_ns"].max(initial=0))
                 usage.last_used_ns = max(usage.last_used_ns or 0, latest_ns) or None
-                for (group, _), count in tally(shard.records, self._edges_ns).items():
+                for group, count in tally(shard.records, self._edges_ns).items():
                     for sums in (usage.counts.setdefault(group, Count()), self.total):
                         sums.add(count)
                 self._add_parts(usage.parts, shard.parts)
                 usage.num_foreign += shard.num_foreign
                 seen(number, shard.idx)
             self.namespaces.append(usage)
-            self._nbytes += catalogue.nbytes
-            self._ours += [catalogue] if one.problem is None else []
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -159,39 +176,6 @@ class RootUsage:
                 found.setdefault(key(usage, group), Count()).add(count)
         return dict(sorted(found.items(), key=lambda item: _place(item[0])))
 
-    def targets(self) -> list[Target]:
-        """Return the effects of a prune to each age and to each bound on the whole root, if there are any."""
-        found = []
-        for age_s in self._ages_s:
-            before_ns = cutoff_ns(self.at_ns, age_s)
-            found.append(self._target(f"--unused-for {age_text(age_s)}", 0, before_ns))
-        found += [
-            self._target(f"--max-size {size_text(scope.limit)}", self._nbytes - scope.limit, None)
-            for scope in self.bounds.scopes
-            if scope.kind == "root"
-        ]
-        return [one for one in found if one.num_files]
-
-    def _target(self, option: str, nbytes: int, before_ns: int | None) -> Target:
-        gone = forecast(self._ours, Need(nbytes, before_ns=before_ns))
-        return Target(option, sum(one.num_files for one in gone), sum(one.nbytes for one in gone))
-
 
 def _place(key: Key) -> tuple[str, ...]:
     return key.line if isinstance(key, Namespace) else (key or "",)
-
-
-def age_text(age_s: float) -> str:
-    """Write an age in the form that --unused-for takes."""
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if age_s >= size and age_s % size == 0:
-            return f"{int(age_s // size)}{unit}"
-    return f"{age_s:g}s"
-
-
-def size_text(nbytes: int) -> str:
-    """Write an exact size in the form that options take."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size and nbytes % size == 0:
-            return f"{nbytes // size}{unit}"
-    return f"{nbytes}B"

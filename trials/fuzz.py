@@ -38,7 +38,7 @@ from unittest import mock
 from benchmarks import replay_engine
 from benchmarks.options import positive_float
 from benchmarks.report import judged, publish, say
-from benchmarks.rig import work_directory
+from benchmarks.rig import BenchmarkError, work_directory
 from fskv.bounds import client
 from fskv.bounds.shared_files import file_of, is_heartbeat
 from fskv.observe import health_file
@@ -77,7 +77,7 @@ class _Engine:
         return str(self.engine.directory.path)
 
     def store(self, count: int) -> None:
-        """Store chunks that are new, and load some that are old; raises ReplayError if there is no room."""
+        """Store chunks that are new, and load some that are old; raises BenchmarkError without room."""
         ids = tuple(range(self.next_id, self.next_id + count))
         self.next_id += count
         for wanted in (ids, ids):
@@ -199,7 +199,7 @@ class Fuzz:
         for number, one in enumerate(self.engines):
             try:
                 one.store(self._rng.randrange(1, 8))
-            except replay_engine.ReplayError as error:
+            except BenchmarkError as error:
                 state = f"up {one.capacity.up}, paused {one.capacity.paused}, {one.capacity.state}"
                 self.problems.append(f"round {self.rounds}: engine {number}: {error}; {state}")
                 self._ask_what_they_do()

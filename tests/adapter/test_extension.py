@@ -68,7 +68,7 @@ def test_the_command_line_reads_a_root(tmp_path):
             done.stderr
         )  # 1: a chunk of the test's own making is stale
         assert "Traceback" not in done.stderr
-    done = run(command("version"), there=False)
+    done = run(command("--version"), there=False)
     assert "which engines need" in done.stdout
     done = run(command("doctor", "--root", made.root), there=False)
     assert "engines refuse to start" in done.stdout

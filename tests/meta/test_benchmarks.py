@@ -50,6 +50,7 @@ def test_a_replay_compares_its_hits_with_the_simulation(tmp_path):
             "engine_thread",
             "--rounds 2 --jobs 2 --job-chunks 4 --chunk-kib 64 --layers 2 --pages cuda",
         ),
+        ("encryption", "--rounds 1 --seconds 0.1 --chunk-kib 512 --places 32"),
         ("scale", "--files 300 --chunk-kib 64 --rounds 1 --cold off"),
     ],
 )

@@ -50,12 +50,12 @@ HOMES = {
     "numpy": (
         *("fskv.format.spans", "fskv.gds_io", "fskv.data_path.transports*", "fskv.engines*"),
         *("fskv.index*", "fskv.bounds.evict"),
-        *("tools.pruning", "tools.tally", "tools.bench.store"),
+        *("tools.pruning", "tools.usage", "tools.bench.store"),
     ),
     "aiofiles": ("fskv.index*", "fskv.bounds.evict"),
     "typer": ("tools*",),
     "rich": ("tools*",),
-    # top and report read what engines publish, prune --watch publishes
+    # top reads what engines publish, prune --watch publishes
     "prometheus_client": ("tools.endpoint", "tools.exporter", "fskv.engines.prometheus"),
     # report
     "jinja2": ("tools.commands.report",),

@@ -175,7 +175,7 @@ def test_what_a_lookup_sees_ends_the_hit(lab, spoiling, words):
     spoiling(paths[5])
     found = lab.explain(one)
     assert (found.hit_tokens, found.lookup_tokens) == (160, 160)
-    assert "group 0 (full attention) lacks chunk 5 (tokens 160 to 191); out of" in found.verdict
+    assert "group 0 (full attention) lacks chunk 5 (tokens 160 to 191)" in found.verdict
     uses = [found.chunks[0, chunk]["use"] for chunk in range(10)]
     assert uses == ["loaded"] * 5 + ["wanted"] * 5
     (file,) = found.chunks[0, 5]["files"]

@@ -34,7 +34,6 @@ COMMANDS = {
     "plan": "plan {at}/config.json",
     "replay": "replay {at}/trace",
     "bench": "bench {at}/out --chunk-kib 64 --threads 1 --rounds 1 --total-mib 1",
-    "version": "version",
 }
 
 

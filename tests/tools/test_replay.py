@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from fskv_tools.exits import UsageError
 from fskv_tools.replay import curve, trace
-from fskv_tools.replay.trace import Request, TraceError
+from fskv_tools.replay.trace import Request
 from hypothesis import given
 from hypothesis import strategies as st
 from tool_lab import run
@@ -51,7 +52,6 @@ def test_a_trace_is_read_in_its_order_whatever_else_its_lines_say():
     ]
     requests = trace.parse_trace(lines, "x")
     assert requests == [Request(5.0, (3, 4)), Request(2.5, ())]
-    assert trace.parse_trace(lines, "x", 1) == requests[:1]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_trace_is_read_in_its_order_whatever_else_its_lines_say():
     ],
 )
 def test_a_bad_line_is_named(line, words):
-    with pytest.raises(TraceError) as error:
+    with pytest.raises(UsageError) as error:
         trace.parse_trace([GOOD, GOOD, b"\n", line + b"\n", GOOD], "a.jsonl")
     assert str(error.value).startswith("a.jsonl, line 4: ")
     assert words in str(error.value)
@@ -133,8 +133,6 @@ def test_the_curve_is_a_line_for_each_size_and_one_without_a_bound(path):
     assert large["hit_ratio"] == unbounded["hit_ratio"] == best.hits / num_blocks
     assert (large["of_best"], large["written_nbytes"]) == (1.0, best.written * 1024)
     assert (done.summary["requests"], done.summary["blocks"]) == (60, num_blocks)
-    few = run("replay", path, "--json", "--limit", "3").summary
-    assert few["requests"] == 3
 
 
 def test_a_gzipped_trace_is_read_and_a_damaged_one_is_one_sentence(path, tmp_path):

@@ -13,11 +13,9 @@ from tool_lab import run
 pytest.importorskip("jinja2")
 
 from fskv_tools.terminal import iec
-from metrics_lab import Engine, server
 
 from fskv.bounds.lease import SHARED_DIR
 from fskv.bounds.limits import Heartbeat, Limits
-from fskv.observe.metrics import LOAD_FAILURES
 from fskv.root.process_id import HOST, TOKEN
 
 VOID = {"meta", "br"}
@@ -107,7 +105,6 @@ def test_the_page_says_what_is_on_disk(lab, tmp_path):
     ):
         assert told in found.text, told
     assert "Bounds" not in found.text  # nobody declares one
-    assert "Hits" not in found.text
     sizes = [sum(os.stat(p).st_blocks * 512 for p in part) for part in (paths[30:], paths[40:])]
     for ages, unused in (("1h", "6h", "1d"), sizes[0]), (("7d", "30d"), sizes[1]), (("180d",), 0):
         for age in ages:
@@ -121,23 +118,6 @@ def test_an_empty_root_has_a_page_in_the_working_directory_by_default(lab, tmp_p
     assert f"{tmp_path}/fskv-report.html: " in done.stderr
     found = check_page((tmp_path / "fskv-report.html").read_text(encoding="utf-8"))
     assert [a["id"] for _, a in found.tags if "id" in a] == ["health", "namespaces"]
-
-
-def test_hit_ratios_come_from_endpoints_and_one_without_an_answer_is_a_warning(lab, tmp_path):
-    lab.namespace()
-    engine = Engine()
-    engine.traffic()
-    with server(engine) as good, server(engine, "html") as bad:
-        alone = report(lab, tmp_path, "--metrics", good.url)[0]
-        done, text = report(lab, tmp_path, "--metrics", f"{good.url},{bad.url},127.0.0.1:1")
-    assert (alone.exit_code, "--metrics" in alone.stderr) == (0, False)
-    assert done.exit_code == 3
-    assert f"--metrics {bad.url}: its answer is no metrics\n" in done.stderr
-    assert "--metrics http://127.0.0.1:1/metrics: Connection refused\n" in done.stderr
-    found = check_page(text)
-    assert "org/model 80.0 % 60.0 % 0 ok" in found.text
-    assert "its answer is no metrics" in found.text
-    assert "refused" in found.text
 
 
 # --- hostile roots ----------------------------------------------------------------------
@@ -169,11 +149,7 @@ def hostile(lab, shared):
 
 @pytest.mark.usefixtures("hostile")
 def test_names_and_manifests_cannot_put_anything_into_the_page(lab, tmp_path):
-    engine = Engine()
-    engine.traffic()
-    engine.add(LOAD_FAILURES, 2, EVIL)
-    with server(engine) as metrics:
-        done, text = report(lab, tmp_path, "--metrics", metrics.url)
+    done, text = report(lab, tmp_path)
     assert done.exit_code == 1  # namespaces without an identity
     found = check_page(text)
     assert EVIL in found.text  # said, as text

@@ -41,10 +41,6 @@ _POLL_S = 0.0005
 _OK = ""  # in place of the reason of a failure
 
 
-class RoundError(CommandError):
-    """A round has failed: chunks were not stored, not loaded, or wrong."""
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, least and greatest of the rounds' values, ready for JSON."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -160,7 +156,7 @@ class Contestant:
     def take_part(self, *, counts: bool) -> None:
         """Store and load all chunks once; a round that does not count warms up.
 
-        Raises RoundError, FskvError and OSError.
+        Raises CommandError, FskvError and OSError.
         """
         try:
             store = self._move("store", 0)
@@ -215,9 +211,9 @@ class Contestant:
             raise self._error(f"{op}: {ended[min(bad)]} chunks ended as {min(bad)}")
         return self.num_chunks * self.chunk_nbytes / (time.perf_counter() - start) / 1e9
 
-    def _error(self, text: str) -> RoundError:
+    def _error(self, text: str) -> CommandError:
         size = f"{self.chunk_nbytes >> 10} KiB"
-        return RoundError(f"{self.transport} {self.mode}, {size}, {self.threads} threads: {text}")
+        return CommandError(f"{self.transport} {self.mode}, {size}, {self.threads} threads: {text}")
 
 
 def _drop_from_page_cache(paths: Sequence[str]) -> None:

@@ -83,8 +83,7 @@ class Verdict:
 class Reader:
     """A thread's buffer for reading chunk files."""
 
-    def __init__(self, *, direct: bool = True) -> None:
-        self._direct = direct
+    def __init__(self) -> None:
         self._memory = mmap.mmap(-1, PIECE_NBYTES + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a kernel that does not know it
@@ -95,7 +94,7 @@ class Reader:
 
     def open(self, name: str, dir_fd: int | None) -> OpenFile:
         """Return one file of a directory; a `with` statement opens and closes the file."""
-        return OpenFile(self, name, dir_fd, self._direct)
+        return OpenFile(self, name, dir_fd)
 
 
 class OpenFile:
@@ -103,20 +102,20 @@ class OpenFile:
 
     info: os.stat_result
 
-    def __init__(self, reader: Reader, name: str, dir_fd: int | None, direct: bool) -> None:
+    def __init__(self, reader: Reader, name: str, dir_fd: int | None) -> None:
         self._reader = reader
         self._name = name
         self._dir_fd = dir_fd
-        self._direct = direct
+        self._direct = True
         self._fd = -1
 
     def __enter__(self) -> Self:
         """Open the file without waiting; raises a ChunkError for anything but a regular file."""
         try:
             try:
-                self._fd = self._open(os.O_DIRECT if self._direct else 0)
+                self._fd = self._open(os.O_DIRECT)
             except OSError as error:
-                if not self._direct or error.errno not in _NO_DIRECT:
+                if error.errno not in _NO_DIRECT:
                     raise
                 self._direct = False
                 self._fd = self._open(0)

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fskv.errors import chunk_error_from_os
 from fskv.index.scan import file_name, shard_path
@@ -74,27 +74,6 @@ def _version(info: os.stat_result) -> tuple[int, ...]:
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
-@dataclass(slots=True)
-class Tally:
-    """The counts of files, bytes and findings in a run so far."""
-
-    files: int = 0  # judged, those that vanished included
-    data_files: int = 0  # of them those whose rows were read
-    nbytes_read: int = 0
-    findings: Counter[Finding] = field(default_factory=Counter)
-    encrypted: int = 0  # of them those whose rows nobody can check without the key
-    foreign: int = 0
-    unlistable: int = 0
-
-    def add(self, other: Tally) -> None:
-        """Add the counts of another tally."""
-        self.files += other.files
-        self.data_files += other.data_files
-        self.encrypted += other.encrypted
-        self.nbytes_read += other.nbytes_read
-        self.findings.update(other.findings)
-
-
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Chunk files of one directory, to be judged by one thread."""
@@ -104,11 +83,14 @@ class _Batch:
     names: list[str]
 
 
-_Judged = tuple[Tally, list[Bad]]
+_Judged = tuple[Counter[str], list[Bad]]
 
 
 class Run:
-    """One pass over the files; callers may read `tally` between events and afterwards."""
+    """One pass over the files; callers may read `tally` between events and afterwards.
+
+    It has the findings, and the counts by their names in `verify --json`.
+    """
 
     def __init__(
         self,
@@ -125,7 +107,7 @@ class Run:
         self._threads = threads
         self._own = threading.local()
         self._stop = False
-        self.tally = Tally()
+        self.tally = Counter[str]()
         self.seconds = 0.0
 
     def events(self) -> Generator[Bad | Unlistable | tuple[int, int]]:
@@ -137,7 +119,7 @@ class Run:
         try:
             for batch in self._walk():
                 if isinstance(batch, Unlistable):
-                    self.tally.unlistable += 1
+                    self.tally["unlistable"] += 1
                     yield batch
                     continue
                 under_way.append((batch, pool.submit(self._judge, batch)))
@@ -157,7 +139,7 @@ class Run:
                 if isinstance(shard, Unlistable):
                     yield shard
                     continue
-                self.tally.foreign += shard.num_foreign
+                self.tally["foreign"] += shard.num_foreign
                 names, nbytes = [], 0
                 for record in shard.records:
                     names.append(file_name(record))
@@ -172,7 +154,7 @@ class Run:
         self, batch: _Batch, judged: Future[_Judged]
     ) -> Iterator[Bad | Unlistable | tuple[int, int]]:
         tally, bad = judged.result()
-        self.tally.add(tally)
+        self.tally.update(tally)
         yield from bad
         yield batch.space_idx, batch.shard
 
@@ -184,7 +166,7 @@ class Run:
         directory = shard_path(space.path, batch.shard)
         if not hasattr(self._own, "reader"):
             self._own.reader = Reader()
-        reader, tally, bad = self._own.reader, Tally(), []
+        reader, tally, bad = self._own.reader, Counter[str](), []
         with contextlib.ExitStack() as closing:
             dir_fd, failure = -1, None
             try:
@@ -198,13 +180,13 @@ class Run:
                 found = failure or judge(
                     reader, name, dir_fd=dir_fd, chunk=chunk, expected=expected, rows=self._rows
                 )
-                tally.files += 1
-                tally.nbytes_read += found.nbytes_read
-                tally.findings[found.finding] += 1
+                tally["files"] += 1
+                tally["nbytes_read"] += found.nbytes_read
+                tally[found.finding] += 1
                 if self._rows and found.finding not in _UNREAD:
                     is_closed = found.is_encrypted and expected.keys is None
-                    tally.data_files += not is_closed
-                    tally.encrypted += is_closed
+                    tally["data_files"] += not is_closed
+                    tally["encrypted"] += is_closed
                 if found.bad:
                     bad.append(Bad(space, name, found.finding, found.reason, found.info))
         return tally, bad

@@ -87,8 +87,7 @@ def command(
         load = best.load["median"]
         emit("summary", answer_s=answer_s, load=load, tokens_per_s=tokens_per_s)
         return
-    numbers = ("KiB", "THREADS", "STORE GB/s", "LOAD GB/s")
-    table = new_table("PATH", *numbers, right=numbers)
+    table = new_table("PATH", ">KiB", ">THREADS", ">STORE GB/s", ">LOAD GB/s")
     for one in found:
         cells = [str(one.chunk_nbytes >> 10), str(one.threads), _shown(one.store), _shown(one.load)]
         table.add_row(f"{one.transport} {one.mode}", *cells)

@@ -21,7 +21,7 @@ from ..exits import UsageError, outcome
 from ..interrupt import stopped_by_signals
 from ..options import DryRunOption, JsonOption, NamespacesArgument, RootOption
 from ..root_view import ChunkFile, Namespace, RootView, chunk_files
-from ..terminal import age_option, emit, iec, many, progress, say
+from ..terminal import age_option, emit, iec, many, parsed, progress, say
 
 LINES = {
     "problem": {
@@ -103,7 +103,7 @@ def command(
     use are kept. The copy stops at a bound of the destination's living engines, and prunes nothing. The
     destination's owner gets the files. If that user could not read them, nothing is written.
     """
-    kept = parse_keep_free("--keep-free", keep_free)
+    kept = parsed(parse_keep_free, "--keep-free", keep_free)
     newer_s = None if newer_than is None else age_option("--newer-than", newer_than)
     view = RootView.open(root)
     spaces = {one.id: one for text in namespaces or (None,) for one in view.matching(text)}
@@ -115,7 +115,8 @@ def command(
     start = time.monotonic()
     with stopped_by_signals() as stop, progress(rate=True) as drawn:
         known = sys.stderr.isatty() and newer_s is None
-        total = sum(map(_nbytes, spaces.values())) if known else None
+        catalogues = (one.catalogue(fresh=False)[0] for one in spaces.values() if known)
+        total = sum(one.nbytes for one in catalogues) or None
         task = drawn.add_task("copying", total=total)
         for _, one in sorted(spaces.items()):
             if one.identity is None:
@@ -134,13 +135,6 @@ def command(
     files = tally.files
     partial = files[Fate.FAILED] or files[Fate.NO_ROOM] or tally.unlistable
     raise typer.Exit(outcome(problems=files[Fate.BAD], partial=partial))
-
-
-def _nbytes(one: Namespace) -> int:
-    try:
-        return one.catalogue(fresh=False)[0].nbytes
-    except OSError:
-        return 0  # said when it is walked
 
 
 def _report(tally: _Tally, room: Room, took_s: float, *, dry_run: bool) -> None:

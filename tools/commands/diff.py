@@ -9,7 +9,7 @@ import typer
 from fskv import namespace
 from fskv.namespace import Absent, Identity
 
-from ..exits import Exit, UsageError
+from ..exits import Exit
 from ..identity_words import Reason, headline, reasons
 from ..options import JsonOption, complete_namespace, root_option
 from ..root_view import identity_of
@@ -45,9 +45,6 @@ def command(
     ],
     b: Annotated[str, _identity("B", "The other one, likewise.")],
     root: Annotated[str | None, root_option("The cache root; not needed for two paths.")] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the differing fields, one per line.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say why two engines do not share: name the differing fields of their identities, and the remedies.
@@ -55,14 +52,9 @@ def command(
     An engine's identity is in its namespace.json. A copy of that file from another node will do. Exit code 1
     if they differ or one of them is damaged.
     """
-    if quiet and as_json:
-        raise UsageError("--quiet, --json: found both, expected one of them")
     one, other = identity_of(a, root), identity_of(b, root)
     found = reasons(one, other)
-    if quiet:
-        for reason in found:
-            print(reason.field)
-    elif as_json:
+    if as_json:
         _emit(one, other, found)
     elif found:
         _print(one, other, found)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
-from typing import Annotated
 
 import typer
 
 from ..exits import outcome
 from ..options import JsonOption, NamespaceArgument, RootOption
 from ..root_view import Namespace, RootView, lines
-from ..tally import Count
 from ..terminal import (
-    age_option,
     ago,
     columns,
     emit,
@@ -30,7 +27,7 @@ from ..terminal import (
     show,
     walk_progress,
 )
-from ..usage import Key, NamespaceUsage, RootUsage
+from ..usage import Count, Key, NamespaceUsage, RootUsage
 
 _COUNTS = {
     "files": "chunk files",
@@ -68,11 +65,6 @@ LINES = {
         "limit": "bytes; the smallest of living engines and watchers",
         "used": "bytes, by the engines' count",
     },
-    "target": {
-        "option": "an option of `fskv prune`",
-        "files": "files that it would remove now",
-        "nbytes_on_disk": "bytes that it would free",
-    },
     "summary": {
         **_COUNTS,
         "namespaces": "number of namespaces",
@@ -85,7 +77,12 @@ LINES = {
 }
 
 
+_AGES = ("1d", "7d", "30d")
+
+
 class By(StrEnum):
+    """What a table is by."""
+
     NAMESPACE = "namespace"
     TENANT = "tenant"
     GROUP = "group"
@@ -99,43 +96,32 @@ def _key(by: By, usage: NamespaceUsage, group: int) -> Key:
 def command(
     root: RootOption,
     namespace: NamespaceArgument = None,
-    by: Annotated[
-        list[By] | None, typer.Option(help="Only this table; may be repeated. Default: all.")
-    ] = None,
-    unused_for: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="AGE",
-            help="Count chunks unused for so long; may be repeated. Default: 1d, 7d, 30d.",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show disk usage by namespace, tenant and kind of KV group.
 
-    It looks at every file. It also shows garbage (`fskv prune` removes it), free space, the bounds of living
-    engines, and the effect of a prune.
+    It looks at every file. It also shows garbage (`fskv prune` removes it), free space, and the bounds of
+    living engines. `fskv prune --dry-run` says what a prune would free.
     """
     view = RootView.open(root)
     spaces = view.matching(namespace)
-    ages_s = sorted(age_option("--unused-for", text) for text in unused_for or ("1d", "7d", "30d"))
-    usage = RootUsage(view.path, spaces, ages_s, forecasts=True)
+    usage = RootUsage(view.path, spaces, _AGES)
     with walk_progress("looking", len(spaces)) as seen:
         usage.count(seen)
-    tables = {one: usage.sums(partial(_key, one)) for one in by or By}
+    tables = {one: usage.sums(partial(_key, one)) for one in By}
     if as_json:
         _emit(usage, tables)
     else:
-        _print(root, usage, tables)
+        _print(usage, tables)
     raise typer.Exit(outcome(problems=usage.num_problems, partial=usage.unlistable))
 
 
 # --- for people -------------------------------------------------------------------------
 
 
-def _print(root: str, usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
+def _print(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     for by, rows in tables.items():
-        if len(rows) > (by is By.TENANT) or len(tables) == 1:
+        if len(rows) > (by is By.TENANT):
             _print_table(by, rows, usage)
     for one in usage.namespaces:
         _print_garbage(one)
@@ -154,10 +140,6 @@ def _print(root: str, usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> N
         engines = sum(beat.namespace is not None for beat in beats)
         living = f"{many(engines, 'engine')}, {many(len(beats) - engines, 'watcher')}"
         _line("alive", f"{living}, last counted {ago(usage.bounds.counted_at_ns)}")
-    prune = f"fskv prune --root {shlex.quote(root)}"
-    for target in usage.targets():
-        files = many(target.num_files, "file")
-        _line("would free", f"{iec(target.nbytes)} in {files}: {prune} {target.option}")
 
 
 def _line(name: str, text: str) -> None:
@@ -172,8 +154,8 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
         if len(rows) > 1:
             damaged = f", {usage.num_problems:,} damaged" * bool(usage.num_problems)
             named.append((many(len(rows), "namespace") + damaged, usage.total))
-    numbers = ["FILES", "ON DISK", *(f"UNUSED {age}" for age in usage.ages)]
-    if columns() < _MIN_COLUMNS:  # the columns would leave no room for the names
+    numbers = [">FILES", ">ON DISK", *(f">UNUSED {age}" for age in usage.ages)]
+    if columns() < 80:  # the columns would leave no room for the names
         for name, count in named:
             print(fill(name))
             files, on_disk, *unused = _cells(count)
@@ -181,15 +163,12 @@ def _print_table(by: By, rows: dict[Key, Count], usage: RootUsage) -> None:
             each = map(" ".join, zip(usage.ages, unused, strict=True))
             print(fill(f"unused: {', '.join(each)}", 2))
         return
-    table = new_table(by.value.upper(), *numbers, right=numbers)
+    table = new_table(by.value.upper(), *numbers)
     for name, count in named:
         if count is usage.total:
             table.add_section()
         table.add_row(*map(plain, [name, *_cells(count)]))
     print_table(table)
-
-
-_MIN_COLUMNS = 80
 
 
 def _cells(count: Count) -> list[str]:
@@ -217,7 +196,7 @@ def _print_garbage(one: NamespaceUsage) -> None:
 # --- for programs -----------------------------------------------------------------------
 
 
-def _counts(count: Count, ages: list[str]) -> dict[str, object]:
+def _counts(count: Count, ages: Sequence[str]) -> dict[str, object]:
     unused = [
         {"age": age, "files": files, "nbytes_on_disk": nbytes}
         for age, (files, nbytes) in zip(ages, count.unused, strict=True)
@@ -252,8 +231,6 @@ def _emit(usage: RootUsage, tables: dict[By, dict[Key, Count]]) -> None:
     )
     for scope in usage.bounds.scopes:
         emit("bound", scope=scope.kind, name=scope.name, limit=scope.limit, used=scope.used)
-    for target in usage.targets():
-        emit("target", option=target.option, files=target.num_files, nbytes_on_disk=target.nbytes)
     emit(
         "summary",
         **_counts(usage.total, usage.ages),

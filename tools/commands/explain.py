@@ -168,7 +168,7 @@ def _print_group(report: Report, position: int, looks: list[ChunkLook]) -> None:
     if not looks:
         print("  no whole chunk")
         return
-    table = new_table("CHUNK", "TOKENS", "A HIT", "FOUND", "LAST USED", right=("CHUNK", "TOKENS"))
+    table = new_table(">CHUNK", ">TOKENS", "A HIT", "FOUND", "LAST USED")
     # Neighbours that look alike are one row: a prompt may have hundreds of chunks.
     alike = itertools.groupby(
         looks, key=lambda look: (report.use(position, look.chunk), _found(look))

@@ -19,7 +19,7 @@ from ..check.anatomy import Body, Place, Row, Span
 from ..check.expect import layout_of
 from ..check.judge import Finding, Reader, Verdict, finding_of
 from ..exits import UsageError, outcome
-from ..options import JsonOption, QuietOption, root_option
+from ..options import JsonOption, root_option
 from ..root_view import RootView
 from ..terminal import emit, iec, last_use, rfc3339, say, show
 
@@ -35,8 +35,6 @@ LINES = {
         "namespace": "directory of its namespace, or null",
         "problem": "damage of its namespace.json, or null",
         "header": "object (docs/format.md), or null where it fails its checks",
-        "agrees": "object: whether the header agrees with path and namespace.json in each of name, group, "
-        "rank, namespace and layout; null: unknown",
         "rows": "",
         "bad_rows": "damaged or missing rows",
         "spans": "blocks x pages",
@@ -62,7 +60,6 @@ LINES = {
     "summary": {"files": "chunk files", "bad": "files that are not ok"},
 }
 _SHOWN = 24  # rows and spans that a person is shown without --all
-_AGREES = {True: "  agrees", False: "  DOES NOT AGREE", None: ""}
 _MAX_SPAN_LINES = 100_000  # in JSON without --all: a header can claim 2^31 blocks
 
 
@@ -76,37 +73,25 @@ def command(
     ],
     root: Annotated[str | None, root_option("The cache root; not needed for a path.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every row and span.")] = False,
-    quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show header, identity, spans and rows of a chunk file, and judge it; for a key, all files of its chunk.
 
     A file outside of a root is judged by itself.
     """
-    if quiet and as_json:
-        raise UsageError("--quiet, --json: found both, expected one of them")
     paths = _paths(what, root)
-    reader, bad = Reader(), []
-
-    def tell(where: Place, body: Body) -> None:
-        if quiet:
-            print(show(where.id))
-        elif as_json:
-            _emit(where, body, everything)
-        else:
-            _print(where, body, everything)
-
+    reader, bad, tell = Reader(), [], _emit if as_json else _print
     for number, path in enumerate(paths):
-        if number and not (quiet or as_json):
+        if number and not as_json:
             print()
         where = anatomy.place(path)
         try:
             with reader.open(where.path, None) as file:
                 body = anatomy.examine(file, where)
-                tell(where, body)
+                tell(where, body, everything)
         except ChunkError as error:
             body = Body(None, Verdict(*finding_of(error)), None)
-            tell(where, body)
+            tell(where, body, everything)
         if body.verdict.finding is not Finding.OK:
             bad.append(body.verdict.finding)
     if as_json:
@@ -127,27 +112,6 @@ def _paths(what: str, root: str | None) -> list[str]:
     return [file.path for file in RootView.open(root).chunk(what)]
 
 
-# --- what agrees with what --------------------------------------------------------------
-
-
-def _agrees(where: Place, header: ChunkHeader) -> dict[str, bool | None]:
-    chunk, expected = where.chunk, where.expected
-    layout = expected.layouts.get(header.group_idx) if expected.layouts else None
-    digest = header.namespace_digest
-    in_namespace = None
-    if expected.digest is not None:
-        in_namespace = digest == expected.digest
-    elif expected.digest16 is not None:
-        in_namespace = digest.hex()[:16] == expected.digest16
-    return {
-        "name": None if chunk is None else namespace.chunk_name(header.key_hash) == chunk.name,
-        "group": None if chunk is None else header.group_idx == chunk.group_idx,
-        "rank": None if chunk is None else header.rank == (chunk.rank or 0),
-        "namespace": in_namespace,
-        "layout": None if layout is None else layout_of(header) == layout,
-    }
-
-
 def _facts(where: Place, body: Body, bad_rows: int | None) -> dict[str, Any]:
     verdict, info, header, space = body.verdict, body.info, body.header, where.namespace
     return {
@@ -161,7 +125,6 @@ def _facts(where: Place, body: Body, bad_rows: int | None) -> dict[str, Any]:
         "namespace": space.path if space else None,
         "problem": space.problem if space else None,
         "header": _header_facts(header, where) if header else None,
-        "agrees": _agrees(where, header) if header else None,
         "rows": header.num_rows if header else None,
         "bad_rows": bad_rows,
         "spans": anatomy.num_spans(header) if header else None,
@@ -229,10 +192,9 @@ def _print(where: Place, body: Body, everything: bool) -> None:
         _line("last used", f"{rfc3339(info.st_mtime_ns)}, {last_use(info.st_mtime_ns)}")
     if body.file is None or header is None:
         return
-    agrees = _agrees(where, header)
     for name, fact in _header_facts(header, where).items():
         if name != "page_nbytes":  # they are in the table of spans
-            _line(name.replace("_", " "), f"{fact}{_AGREES[agrees.get(name)]}")
+            _line(name.replace("_", " "), str(fact))
     print()
     _print_spans(where, header, everything)
     print()

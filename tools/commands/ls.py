@@ -19,13 +19,11 @@ from ..root_view import (
     Namespace,
     RootView,
     Sums,
-    Unlistable,
     by_line,
     chunk_files,
     num_chunks,
 )
 from ..terminal import (
-    age_option,
     columns,
     emit,
     iec,
@@ -75,7 +73,6 @@ LINES = {
 
 
 class Sort(StrEnum):
-    NAME = "name"
     SIZE = "size"
     USED = "used"
 
@@ -102,12 +99,7 @@ def command(
             help="`size`: largest first. `used`: least recently used first. Default: unsorted."
         ),
     ] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", "-r", help="Reverse --sort.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="List no more than this.")] = None,
-    older_than: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", help="Only chunks unused for so long, such as 12h or 30d."),
-    ] = None,
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Look at every file."),
@@ -127,21 +119,16 @@ def command(
     if len(forms) > 1:
         raise UsageError(f"{', '.join(forms)}: found {len(forms)}, expected one of them")
     form = forms[0] if forms else Form.TABLE
-    unused_s = None if older_than is None else age_option("--older-than", older_than)
-    before_ns = None if unused_s is None else time.time_ns() - int(unused_s * 1e9)
     spaces = RootView.open(root).matching(namespace)
-    query = _Query(sort, limit, before_ns, reverse)
-    counts_files = before_ns is not None or sort in (Sort.SIZE, Sort.USED)
     total = _Total()
     if chunks:
-        _show_chunks(total, query.pick(query.unused(total.chunk_files(spaces))), form)
-    elif form in (Form.IDS, Form.PATHS) and not counts_files:
-        _show_names(query.pick(map(Sums, spaces)), form)
+        _show_chunks(total, _picked(total.chunk_files(spaces), sort, limit), form)
+    elif form in (Form.IDS, Form.PATHS) and sort is None:
+        _show_names(_picked(map(Sums, spaces), sort, limit), form)
     else:
-        fresh = fresh or before_ns is not None
-        counted = query.unused(total.counted(spaces, fresh=fresh))
+        counted = total.counted(spaces, fresh=fresh)
         rows = by_line(counted) if form is Form.TABLE else counted
-        _show_namespaces(total, query.pick(rows), form)
+        _show_namespaces(total, _picked(rows, sort, limit), form)
     problems = 0
     for one in spaces:
         if one.problem is not None:
@@ -162,31 +149,15 @@ def command(
     raise typer.Exit(outcome(problems=problems, partial=total.unlistable))
 
 
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """The filter and the order of a listing."""
+def _picked(found: Iterable[_Listed], sort: Sort | None, limit: int | None) -> Iterable[_Listed]:
+    """Sort and limit; with a limit no more than that is held at any time."""
 
-    sort: Sort | None
-    limit: int | None
-    before_ns: int | None  # only what was used last before
-    reverse: bool
+    def key(one: _Listed) -> tuple[int, str]:
+        return -one.nbytes if sort is Sort.SIZE else one.mtime_ns, one.id
 
-    def unused(self, found: Iterable[_Listed]) -> Iterable[_Listed]:
-        before_ns = self.before_ns
-        return (one for one in found if before_ns is None or one.mtime_ns <= before_ns)
-
-    def pick(self, found: Iterable[_Listed]) -> Iterable[_Listed]:
-        """Sort and limit; with a limit no more than that is held at any time."""
-
-        def key(one: _Listed) -> tuple[int, str]:
-            first = {Sort.SIZE: -one.nbytes, Sort.USED: one.mtime_ns}
-            return first.get(self.sort, 0) if self.sort else 0, one.id
-
-        if self.sort is None:
-            return itertools.islice(found, self.limit)
-        if self.limit is None:
-            return sorted(found, key=key, reverse=self.reverse)
-        return (heapq.nlargest if self.reverse else heapq.nsmallest)(self.limit, found, key)
+    if sort is None:
+        return itertools.islice(found, limit)
+    return sorted(found, key=key) if limit is None else heapq.nsmallest(limit, found, key)
 
 
 @dataclass(slots=True)
@@ -205,15 +176,9 @@ class _Total:
 
     def counted(self, spaces: list[Namespace], *, fresh: bool) -> Iterator[Sums]:
         for one in spaces:
-            try:
-                catalogue, failed = one.catalogue(fresh=fresh)
-            except OSError as error:
-                say(str(Unlistable(one.path, error.strerror or str(error))))
-                self.unlistable += 1
-                yield Sums(one, unlistable=1)
-                continue
-            for shard in failed:
-                say(str(Unlistable.of(one, shard)))
+            catalogue, failed = one.catalogue(fresh=fresh)
+            for each in failed:
+                say(str(each))
             self.unlistable += len(failed)
             row = Sums(one, catalogue.num_files, catalogue.nbytes, None, len(failed))
             for _, records in catalogue.shards():
@@ -261,8 +226,8 @@ def _show_namespaces(total: _Total, found: Iterable[Sums], form: Form) -> None:
 def _print_namespaces(rows: list[Sums], total: _Total) -> None:
     narrow = is_narrow()  # a tenant stands below its namespace then
     tenants = not narrow and any(row.namespace.tenant for row in rows)
-    columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, "CHUNKS", "SIZE", "LAST USED"]
-    table = new_table(*columns, right=("CHUNKS", "SIZE"))
+    columns = ["ARCH", "MODEL@DIGEST", *["TENANT"] * tenants, ">CHUNKS", ">SIZE", "LAST USED"]
+    table = new_table(*columns)
     for row in rows:
         one = row.namespace
         cells = [one.arch, row.name.removeprefix(f"{one.arch}/"), *[one.tenant or "-"] * tenants]

@@ -174,8 +174,8 @@ def _rows(engine: Engine) -> list[dict[str, Any]]:
 
 
 def _print(engine: Engine, facts: dict[str, Any]) -> None:
-    numbers = ("WINDOW", "LAYERS", "BLOCK", "CHUNK", "FILES", "FILE")
-    table = new_table("GROUP", "KIND", *numbers, right=numbers)
+    numbers = (">WINDOW", ">LAYERS", ">BLOCK", ">CHUNK", ">FILES", ">FILE")
+    table = new_table("GROUP", "KIND", *numbers)
     for row in _rows(engine):
         row |= {"layer_names": len(row["layer_names"]), "file_nbytes": iec(row["file_nbytes"])}
         row["window_tokens"] = row["window_tokens"] or "-"

@@ -13,7 +13,6 @@ import typer
 
 from fskv.bounds.evict import Pruned, orphaned
 from fskv.bounds.limits import Limits
-from fskv.errors import ConfigError
 from fskv.root.filesystem import Space
 from fskv.root.remove import PART, Fate, Outcome, Tally
 from fskv.root.root import FORMAT_FILE
@@ -34,6 +33,7 @@ from ..terminal import (
     last_use,
     many,
     new_table,
+    parsed,
     plain,
     print_table,
     progress,
@@ -81,9 +81,6 @@ def command(
         str | None,
         typer.Option(metavar="SIZE", help="Prune down to this size, such as 500GiB."),
     ] = None,
-    free: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Free at least so much, such as 100GiB.")
-    ] = None,
     keep_free: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +126,7 @@ def command(
     """Remove garbage, and the least recently used chunks until a target is reached.
 
     Engines may run: a pruned chunk is a miss. A last use is known to 10 minutes, so --unused-for keeps a
-    chunk that may have been used within AGE. --max-size and --free count the chosen namespaces together.
+    chunk that may have been used within AGE. --max-size counts the chosen namespaces together.
 
     Garbage is a part of a dead writer, or one older than an hour. It goes with every target, and alone
     without one; with --namespace it stays. Foreign files stay. A damaged namespace stays too, and counts:
@@ -142,13 +139,12 @@ def command(
     Exit code 3 also if the target was not reached.
     """
     limits = _limits(max_size, keep_free, unused_for, tenant_max_size or [])
-    nbytes = 0 if free is None else size_option("--free", free)
-    has_target, is_chosen = limits != Limits() or nbytes > 0, bool(namespace)
+    has_target, is_chosen = limits != Limits(), bool(namespace)
     if watch:
-        if is_chosen or nbytes or dry_run or as_json or not has_target:
+        if is_chosen or dry_run or as_json or not has_target:
             raise UsageError(
-                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --free, "
-                "--dry-run and --json"
+                "--watch: expected a limit such as --max-size SIZE, and none of --namespace, --dry-run and "
+                "--json"
             )
         _watch(root, limits, metrics_address, metrics_port, yes)
         return
@@ -159,7 +155,7 @@ def command(
     view = RootView.open(root)
     _check_keep_free(view, limits)
     chosen = [one for name in namespace or () for one in view.of_one_model(name)]
-    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits, nbytes)
+    plan = Plan(view.path, chosen if is_chosen else view.namespaces(), limits)
     if _Prune(plan, has_target, is_chosen, as_json).run(dry_run=dry_run, yes=yes):
         raise typer.Exit(Exit.PARTIAL)
 
@@ -167,14 +163,6 @@ def command(
 def _limits(
     max_size: str | None, keep_free: str | None, unused_for: str | None, of_tenants: list[str]
 ) -> Limits:
-    kept: int | Share = 0
-    if keep_free is not None:
-        try:
-            kept = parse_keep_free(
-                "--keep-free", int(keep_free) if keep_free.isdecimal() else keep_free
-            )
-        except (ConfigError, ValueError) as error:
-            raise UsageError(str(error).removeprefix("option ")) from None
     each, named = None, {}
     for text in of_tenants:
         name, equals, size = text.rpartition("=")
@@ -185,7 +173,7 @@ def _limits(
             each = nbytes
     return Limits(
         None if max_size is None else size_option("--max-size", max_size),
-        kept,
+        0 if keep_free is None else parsed(parse_keep_free, "--keep-free", keep_free),
         each,
         named,
         None if unused_for is None else int(age_option("--unused-for", unused_for)),
@@ -219,11 +207,6 @@ class _Prune:
         """Return whether something was left undone."""
         self._look()
         before = self.plan.num_files, self.plan.nbytes
-        if self.plan.free_nbytes > before[1] and not dry_run:
-            found = iec(self.plan.free_nbytes)
-            raise UsageError(
-                f"--free: found {found}, expected at most the {iec(before[1])} on disk"
-            )
         need, unseen = self.plan.need(time.time_ns()), self.parts.count[Fate.FAILED]
         files, nbytes = self._show(self.plan.forecast(need))
         done, gone, reached, stop = Pruned(), Tally(), None, Stop()
@@ -288,8 +271,7 @@ class _Prune:
 
     def _show(self, found: list[tuple[Namespace, Forecast]]) -> tuple[int, int]:
         """Print the plan; returns files and bytes."""
-        numbers = ("FILES", "SIZE")
-        table = new_table("ARCH", "MODEL@DIGEST", *numbers, "LAST USED", right=numbers)
+        table = new_table("ARCH", "MODEL@DIGEST", ">FILES", ">SIZE", "LAST USED")
         for one, part in found if self.as_json else ():
             emit(
                 "plan",
@@ -302,17 +284,12 @@ class _Prune:
         parts = dict(found)
         for name, spaces in lines(parts).items():
             going, arch = [parts[one] for one in spaces], spaces[0].arch
-            oldest, newest = (
-                min(one.oldest_ns for one in going),
-                max(one.newest_ns for one in going),
-            )
-            uses = dict.fromkeys((last_use(oldest), last_use(newest)))
-            cells = [
-                arch,
-                name.removeprefix(f"{arch}/"),
-                f"{sum(one.num_files for one in going):,}",
-            ]
-            cells += [iec(sum(one.nbytes for one in going)), " to ".join(uses)]
+            oldest = last_use(min(one.oldest_ns for one in going))
+            newest = last_use(max(one.newest_ns for one in going))
+            cells = [arch, name.removeprefix(f"{arch}/")]
+            cells += [f"{sum(one.num_files for one in going):,}"]
+            cells += [iec(sum(one.nbytes for one in going))]
+            cells += [oldest if oldest == newest else f"{oldest} to {newest}"]
             table.add_row(*map(plain, cells))
         if found and not self.as_json:
             print_table(table)

@@ -25,7 +25,7 @@ LINES = {
         "written_nbytes": "that would be written",
     },
     "summary": {
-        "requests": "of the trace, or `--limit`",
+        "requests": "of the trace",
         "blocks": "of 512 tokens, in their prompts",
         "distinct_blocks": "",
         "bytes_per_token": "",
@@ -53,9 +53,6 @@ def command(
             help="Sizes of the root, such as 100GiB,1TiB. Default: powers of two that change the hits.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first requests of the trace.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much of a request trace would hit at which size of the root.
@@ -66,7 +63,7 @@ def command(
     """
     named = sorted({size_option("--sizes", part) for part in sizes.split(",")}) if sizes else []
     try:
-        requests = read_trace(trace, limit)
+        requests = read_trace(trace)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{trace}: {reason}") from None
@@ -117,8 +114,8 @@ def _print(
 ) -> None:
     from rich.bar import Bar
 
-    numbers = [f"{what} {mode}" for what in ("HIT", "WRITTEN") for mode in MODES]
-    table = new_table("SIZE", *numbers, "", right=("SIZE", *numbers))
+    numbers = [f">{what} {mode}" for what in ("HIT", "WRITTEN") for mode in MODES]
+    table = new_table(">SIZE", *numbers, "")
     for points in [*rows, [best] * len(MODES)]:
         nbytes, most = points[0].nbytes, max(point.hits for point in points)
         table.add_row(

@@ -1,6 +1,6 @@
 """`fskv report`: one HTML page about a root, without a script, complete in itself.
 
-Every text that comes from a disk or an endpoint is made printable (`show`) and escaped by jinja2.
+Every text that comes from a disk is made printable (`show`) and escaped by jinja2.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,15 +17,14 @@ from fskv import __version__
 from fskv.root.files import publishing
 from fskv.root.process_id import unique_name
 
-from ..endpoint import Endpoint, NoMetrics, Scraper, addresses
 from ..exits import CommandError, UsageError, outcome
-from ..options import MetricsOption, RootOption
+from ..options import RootOption
 from ..root_view import RootView, by_line
 from ..survey import Observer, Survey, warnings
 from ..terminal import ago, iec, many, rfc3339, say, share, show, walk_progress
 from ..usage import RootUsage
 
-_AGES_S = [hours * 3600 for hours in (1, 6, 24, 7 * 24, 30 * 24, 180 * 24)]
+_AGES = ("1h", "6h", "1d", "7d", "30d", "180d")
 
 
 def command(
@@ -34,34 +32,30 @@ def command(
     html: Annotated[
         str, typer.Option(metavar="FILE", help="The page to write.")
     ] = "fskv-report.html",
-    metrics: MetricsOption = None,
 ) -> None:
     """Write one HTML page about a root: content, ages and health.
 
-    The command needs jinja2: pip install '.[report]'. The page needs no network and no script. Exit code 3
-    also if an engine gave no metrics.
+    The command needs jinja2: pip install '.[report]'. The page needs no network and no script.
     """
     try:
         import jinja2
     except ImportError:
         hint = "a page needs it: pip install '.[report]'"
         raise CommandError(f"report: jinja2 is not installed; {hint}") from None
-    urls = addresses(metrics)
     view = RootView.open(root)
     path = _checked(html, view.path)
     spaces = view.namespaces()
-    counted = RootUsage(view.path, spaces, _AGES_S)
+    counted = RootUsage(view.path, spaces, _AGES)
     with walk_progress("looking", len(spaces)) as step:
         counted.count(step)
     seen = Observer(view).look(counted)
-    answers = list(map(_asked, urls))
     jinja = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."),
         autoescape=True,
         finalize=_printable,
         undefined=jinja2.StrictUndefined,
     )
-    text = _page(jinja, seen, counted, answers)
+    text = _page(jinja, seen, counted)
     data = text.encode("utf-8", "backslashreplace")
     part = f"{os.path.dirname(path)}/.fskv-report-{unique_name()}.part"
     with publishing(path, 0o666, part=part, umask=True) as file:  # a page is for others to read
@@ -70,17 +64,8 @@ def command(
     say(f"{path}: {iec(len(data))}; {shown}")
     if seen.damaged:
         say(f"{many(seen.damaged, 'damaged namespace')}: `fskv ls` says which, and why")
-    partial = seen.unlistable or seen.problem or not all(one.total for one in answers)
+    partial = seen.unlistable or seen.problem
     raise typer.Exit(outcome(problems=seen.damaged, partial=partial))
-
-
-def _asked(url: str) -> Endpoint:
-    """Ask an engine for its metrics; where it gives none, say so, here and on the page."""
-    try:
-        return Scraper(url).look()
-    except NoMetrics as error:
-        say(f"--metrics {url}: {error}")
-        return Endpoint(url, str(error))
 
 
 def _checked(path: str, root: str) -> str:
@@ -102,7 +87,7 @@ def _printable(value: Any) -> Any:
     return show(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
-def _page(jinja: Any, seen: Survey, counted: RootUsage, endpoints: Sequence[Endpoint]) -> str:
+def _page(jinja: Any, seen: Survey, counted: RootUsage) -> str:
     """Return the whole page."""
     jinja.filters |= {"iec": iec, "many": many, "share": share, "num": "{:,}".format}
     jinja.filters["ago"] = lambda ns: ago(ns, counted.at_ns)
@@ -113,7 +98,6 @@ def _page(jinja: Any, seen: Survey, counted: RootUsage, endpoints: Sequence[Endp
         num_spaces=len(counted.namespaces),
         unused=dict(zip(counted.ages, (nbytes for _, nbytes in counted.total.unused), strict=True)),
         warnings=warnings(seen, counted),
-        endpoints=endpoints,
         version=__version__,
     )
     # Nothing may be loaded or run, and no style but this sheet is used: not one that a name brought in.

@@ -13,7 +13,7 @@ from fskv.errors import FskvError
 
 from .. import endpoint
 from ..exits import CommandError, Exit
-from ..options import MetricsOption, RootOption, seconds
+from ..options import RootOption, seconds
 
 _FIRST_S = 5.0  # that answers are waited for, beside the interval
 _NO_TERMINAL = 140  # columns
@@ -21,7 +21,14 @@ _NO_TERMINAL = 140  # columns
 
 def command(
     root: RootOption,
-    metrics: MetricsOption = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL[,URL]",
+            help="Metrics of engines: HOST:PORT, or a whole URL.",
+            show_default=False,
+        ),
+    ] = None,
     interval: Annotated[
         float,
         typer.Option(min=0.1, max=3600, callback=seconds, help="Seconds between two looks."),

@@ -73,6 +73,10 @@ _WHY = {
     Fate.VANISHED: "gone meanwhile",
 }
 _BAD = (Finding.CORRUPT, Finding.STALE, Finding.UNREADABLE, Finding.CHANGING)
+_COUNTED = (
+    *("files", "data_files", "encrypted", "foreign", "unlistable", "nbytes_read"),
+    *(*_BAD, Finding.VANISHED),
+)
 
 
 def command(
@@ -118,9 +122,8 @@ def command(
     bad = _verify(run, output, len(spaces))
     removed = _remove(bad, output, yes=yes, dry_run=dry_run) if remove_bad else Tally()
     output.end(run, removed, rows=read_data, may_remove=remove_bad, dry_run=dry_run)
-    findings = run.tally.findings
-    problems = sum(findings[one] for one in _BAD if one is not Finding.UNREADABLE)
-    unread = findings[Finding.UNREADABLE] or run.tally.unlistable
+    problems = sum(run.tally[one] for one in _BAD if one is not Finding.UNREADABLE)
+    unread = run.tally[Finding.UNREADABLE] or run.tally["unlistable"]
     undone = unread or removed.count[Fate.FAILED] or removed.count[Fate.FOREIGN]
     raise typer.Exit(outcome(problems=problems or output.problems, partial=undone))
 
@@ -222,45 +225,34 @@ class _Output:
 
     def end(self, run: Run, removed: Tally, *, rows: bool, may_remove: bool, dry_run: bool) -> None:
         tally, num_removed = run.tally, removed.count[REMOVED]
-        counts = {finding.value: tally.findings[finding] for finding in (*_BAD, Finding.VANISHED)}
-        bad = sum(counts[finding.value] for finding in _BAD)
+        bad = sum(tally[one] for one in _BAD)
         if self._as_json:
             emit(
                 "summary",
                 namespaces=len(self._spaces),
-                files=tally.files,
-                data_files=tally.data_files,
-                encrypted=tally.encrypted,
+                **{name: tally[name] for name in _COUNTED},
                 bad=bad,
-                **counts,
                 problems=self.problems,
-                foreign=tally.foreign,
-                unlistable=tally.unlistable,
-                nbytes_read=tally.nbytes_read,
                 seconds=round(run.seconds, 3),
                 removed=num_removed,
                 removed_nbytes=removed.nbytes[REMOVED],
                 dry_run=dry_run,
             )
             return
-        read = f", {tally.data_files:,} of them read whole" if rows else ""
-        found = ", ".join(f"{counts[one.value]:,} {one.value}" for one in _BAD if counts[one.value])
-        good = (
-            "all good"
-            if rows and not tally.encrypted
-            else "all headers good" + ("" if rows else "; --read-data reads every byte")
-        )
-        say(f"{many(tally.files, 'file')}{read}: {found or good}")
-        rate = f"{iec(tally.nbytes_read / max(run.seconds, 1e-9))}/s"
-        say(f"read {iec(tally.nbytes_read)} in {run.seconds:.1f} s, {rate}")
-        if tally.encrypted:
-            say(
-                f"{many(tally.encrypted, 'file')} encrypted: --key-file with its keys checks the data"
-            )
-        if counts["vanished"]:
-            say(f"{counts['vanished']:,} vanished meanwhile, which is no problem")
-        if tally.foreign:
-            say(f"{tally.foreign:,} foreign entries among them were left alone")
+        read = f", {tally['data_files']:,} of them read whole" if rows else ""
+        found = ", ".join(f"{tally[one]:,} {one}" for one in _BAD if tally[one])
+        encrypted, nbytes_read = tally["encrypted"], tally["nbytes_read"]
+        good = "all good" if rows and not encrypted else "all headers good"
+        good += "" if rows else "; --read-data reads every byte"
+        say(f"{many(tally['files'], 'file')}{read}: {found or good}")
+        rate = f"{iec(nbytes_read / max(run.seconds, 1e-9))}/s"
+        say(f"read {iec(nbytes_read)} in {run.seconds:.1f} s, {rate}")
+        if encrypted:
+            say(f"{many(encrypted, 'file')} encrypted: --key-file with its keys checks the data")
+        if vanished := tally[Finding.VANISHED]:
+            say(f"{vanished:,} vanished meanwhile, which is no problem")
+        if tally["foreign"]:
+            say(f"{tally['foreign']:,} foreign entries among them were left alone")
         if self.problems:
             damaged = many(self.problems, "namespace")
             say(

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fskv.bounds.lease import SHARED_DIR
-from fskv.bounds.shared_files import SharedFiles
 from fskv.errors import FskvError
 from fskv.namespace import diff
 from fskv.observe.health_file import check_directory
@@ -18,7 +17,7 @@ from fskv.root.key_file import read_keys
 from fskv.root.root import Root
 
 from ..exits import UNSEEN
-from ..neighbours import living_heartbeats, unread_words
+from ..neighbours import bounds_of, unread_words
 from ..root_view import Namespace, RootView
 from ..terminal import many, show
 from .finding import Finding, Subject, hint, note, ok, problem, warning
@@ -104,7 +103,8 @@ def _judge(check: str, where: str, info: os.stat_result) -> Finding:
 
 def engines(subject: Subject) -> Iterator[Finding]:
     """Say how many engines share the root."""
-    alive = living_heartbeats(subject.path, time.time_ns())
+    bounds = bounds_of(subject.path, time.time_ns())
+    alive, usage = bounds.heartbeats, bounds.usage
     if alive:
         yield ok("engines", many(len(alive), "engine or watcher lives", "engines or watchers live"))
     else:
@@ -112,8 +112,7 @@ def engines(subject: Subject) -> Iterator[Finding]:
     if any(beat.full for beat in alive):
         advice = "make room, or give engines a max_bytes below it"
         yield warning("engines", "engines have met a full disk", advice)
-    usage = SharedFiles(f"{subject.path}/{SHARED_DIR}").usage()
-    if alive and usage is not None and usage.is_unread:
+    if alive and usage.is_unread:
         advice = 'stop the store, or make prompts begin alike; engines with "store": false report no loads'
         yield warning("engines", unread_words(usage), advice)
 

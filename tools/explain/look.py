@@ -12,7 +12,6 @@ from functools import cached_property
 from fskv.hybrid_planner import GroupKind, GroupSpec
 
 from ..check.judge import Reader
-from ..terminal import iec
 from .chunk_state import GOOD, FileState, GroupFiles
 from .prompt import Prompt
 
@@ -103,18 +102,6 @@ class Report:
         return "wanted" if chunk in self.prompt.needed(position, self.best_tokens) else "unused"
 
     @property
-    def unreachable(self) -> list[FileState]:
-        """Good files that no hit reaches, because chunks before them are missing."""
-        return [
-            one
-            for position, looks in enumerate(self.looks)
-            for look in looks
-            if self.use(position, look.chunk) == "wanted"
-            for one in look.states
-            if one.state == GOOD
-        ]
-
-    @property
     def sentence(self) -> str:
         prompt, found, best = self.prompt, self.lookup_tokens, self.best_tokens
         of = f"of {prompt.num_tokens} tokens"
@@ -142,10 +129,7 @@ class Report:
             + (f" and {len(looks) - 1} more" if len(looks) > 1 else "")
             for position, looks in self.lacking
         )
-        lost = self.unreachable
-        nbytes = sum(one.nbytes or 0 for one in lost)
-        beyond = f"; out of reach: {len(lost)} files, {iec(nbytes)}" if lost else ""
-        return f"hits {found} {of} ({best} would be possible): {whys}{beyond}"
+        return f"hits {found} {of} ({best} would be possible): {whys}"
 
     def _chunk_words(self, position: int, look: ChunkLook) -> str:
         size = self.prompt.tokens_per_chunk(position)

@@ -18,10 +18,6 @@ _MAX_HASH_ID = 1 << 64
 _MAX_BLOCKS = 1_000_000  # 512 million tokens: not a request
 
 
-class TraceError(UsageError):
-    """A trace that cannot be replayed; the message names file, line, finding and expectation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One line of a trace: when it came, in ms, and the chained hashes of its prompt's blocks."""
@@ -30,32 +26,30 @@ class Request:
     hash_ids: tuple[int, ...]
 
 
-def read_trace(path: str, limit: int | None = None) -> list[Request]:
-    """Read a trace, also one of gzip, at most `limit` requests of it; raises OSError and TraceError."""
+def read_trace(path: str) -> list[Request]:
+    """Read a trace, also one of gzip; raises OSError and UsageError."""
     with open(path, "rb") as file:
         lines = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         try:
-            return parse_trace(lines, path, limit)
+            return parse_trace(lines, path)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise TraceError(f"{path}: damaged gzip: {error}") from None
+            raise UsageError(f"{path}: damaged gzip: {error}") from None
 
 
-def parse_trace(lines: Iterable[bytes], name: str, limit: int | None = None) -> list[Request]:
-    """Parse and check the lines of a trace; raises TraceError, which names the first bad one.
+def parse_trace(lines: Iterable[bytes], name: str) -> list[Request]:
+    """Parse and check the lines of a trace; raises UsageError, which names the first bad one.
 
     Empty lines are passed over.
     """
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
-        if limit is not None and len(requests) >= limit:
-            break
         if line.strip():
             try:
                 requests.append(_parse_line(line))
             except ValueError as error:
-                raise TraceError(f"{name}, line {number}: {error}") from None
+                raise UsageError(f"{name}, line {number}: {error}") from None
     if not requests:
-        raise TraceError(f"{name}: found no request, expected a JSON object on each line")
+        raise UsageError(f"{name}: found no request, expected a JSON object on each line")
     return requests
 
 
