@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from fskv._version import __version__
@@ -38,10 +39,7 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
-from fskv.format.integrity import (
-    rows_context,
-    rows_nbytes,
-)
+from fskv.format.integrity import rows_nbytes
 from fskv.format.spans import ChunkPlan, Placement
 from fskv.namespace import chunk_name
 from fskv.native import _native
@@ -122,6 +120,7 @@ class ChunkStore(Generic[SlotT]):
         self._parts = part_names()
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout] = {}
+        self._ring = b""  # the keys that those have
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
@@ -140,6 +139,9 @@ class ChunkStore(Generic[SlotT]):
 
     def _native_layout(self, file_id: FileId) -> _native.Layout:
         """Return the layout of all files of a group and rank, made for the first of them that is moved."""
+        if self._keys is not None and self._ring is not self._keys.ring:
+            self._native_layouts.clear()
+            self._ring = self._keys.ring
         key = file_id.group_idx, file_id.rank
         if key not in self._native_layouts:
             self._native_layouts[key] = self._new_native_layout(*key)
@@ -149,11 +151,10 @@ class ChunkStore(Generic[SlotT]):
         native, layout = self._transport.native, self._layouts[group_idx]
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
         digests = bytes(rows_nbytes(layout.num_rows, encrypted=layout.encrypted))
-        file_id = FileId(b"", group_idx, rank)
-        header = self._header(file_id, layout, 0, digests)
+        header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
         keys: dict[str, Any] = {}
         if self._keys is not None:
-            keys = {"keys": self._keys.native, "context": self._context(file_id, layout)}
+            keys = {"keys": self._ring, "context": header.context}
         return _native.Layout(
             **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
@@ -271,7 +272,7 @@ class ChunkStore(Generic[SlotT]):
                 if attempt == 1 and _is_estale(error):
                     continue
                 if not isinstance(error, ChunkMissing):
-                    self._complain("load", error)
+                    self.complain("load", error)
                     self._suspect(file_id)
                 return error.status, False
         raise AssertionError("unreachable")
@@ -303,7 +304,8 @@ class ChunkStore(Generic[SlotT]):
             header = chunk_file.parse_header(raw)
             self._compare(header, file_id, layout)
             if self._keys is not None:
-                self._decrypt(slot, start, stop, file_id, header)
+                rows_read = cast("HostSlot", slot).view[start:stop]
+                self._keys.decrypt(rows_read, rows.start, header)
             else:
                 found = self._transport.row_digests(slot, start, stop)
                 chunk_file.check_digests(found, rows.start, header.row_digests)
@@ -350,7 +352,7 @@ class ChunkStore(Generic[SlotT]):
             else:
                 logger.debug("fskv: discarded (%s): %s", error.status.value, error)
 
-    def _complain(self, operation: str, error: ChunkError) -> None:
+    def complain(self, operation: str, error: ChunkError) -> None:
         """Log a failure: in _LOG_WINDOW_S seconds the same words once, and at most a few of a kind."""
         now, words = time.monotonic(), str(error)
         key = (operation, error.status)
@@ -394,7 +396,7 @@ class ChunkStore(Generic[SlotT]):
             except ChunkError as error:
                 if attempt == 1 and _is_estale(error):
                     continue
-                self._complain("store", error)
+                self.complain("store", error)
                 return error.status
         raise AssertionError("unreachable")
 
@@ -410,13 +412,13 @@ class ChunkStore(Generic[SlotT]):
         transport = self._transport
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
+        header = self._header(file_id, layout, first_block)
         if self._keys is None:
             digests = transport.row_digests(slot, base, layout.file_nbytes)
         else:
             payload = cast("HostSlot", slot).view[base : layout.file_nbytes]
-            context = self._context(file_id, layout)
-            digests = self._keys.native.encrypt(payload, context, file_id.key_hash, first_block)
-        header = self._header(file_id, layout, first_block, digests)
+            digests = self._keys.encrypt(payload, header)
+        header = replace(header, row_digests=digests)
         transport.put_header(slot, chunk_file.encode_header(header, base))
 
         try:
@@ -425,34 +427,16 @@ class ChunkStore(Generic[SlotT]):
             except ChunkMissing:
                 self._make_shard(os.path.dirname(path))
                 self._write(path, slot, layout.file_nbytes)
-        except BaseException as error:
-            # A second encryption of what is encrypted would be served as KV.
+        except ChunkError:
+            # A second encryption of what is encrypted would be served as KV. An error here ends the put.
             if self._keys is not None:
-                try:
-                    self._decrypt(slot, base, layout.file_nbytes, file_id, header)
-                except ChunkError:  # the key is gone meanwhile
-                    error.__cause__ = None  # no second try, whatever it was
+                self._keys.decrypt(payload, 0, header)
             raise
         self.replaced([file_id])
         return Status.OK
 
-    def _context(self, file_id: FileId, layout: FileLayout) -> bytes:
-        group_idx, rank = file_id.group_idx, file_id.rank or 0
-        digest = self._directory.digest
-        return rows_context(digest, layout.digest, group_idx, rank, layout.num_blocks)
-
-    def _decrypt(
-        self, slot: SlotT, start: int, stop: int, file_id: FileId, header: ChunkHeader
-    ) -> None:
-        """Decrypt whole rows of a slot in place; raises ChunkNoKey, and ChunkCorrupt for a wrong tag."""
-        assert self._keys is not None
-        layout = self._layouts[file_id.group_idx]
-        first_row = (start - layout.header_nbytes) // ROW_NBYTES
-        rows = cast("HostSlot", slot).view[start:stop]
-        self._keys.decrypt(rows, first_row, self._context(file_id, layout), header)
-
     def _header(
-        self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes
+        self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes = b""
     ) -> ChunkHeader:
         return ChunkHeader(
             key_hash=file_id.key_hash,

@@ -143,6 +143,12 @@ class ChunkHeader:
         return self.checksum == ENCRYPTED
 
     @property
+    def context(self) -> bytes:
+        """The facts of a group's files that their tags cover; docs/format.md, "Encrypted files"."""
+        facts = struct.pack("<3I", self.group_idx, self.rank, self.num_blocks)
+        return self.namespace_digest + self.layout_digest + facts
+
+    @property
     def num_rows(self) -> int:
         if self.encrypted:
             return (len(self.row_digests) - SEAL_NBYTES) // TAG_NBYTES

@@ -39,6 +39,11 @@ class KeySet(NamedTuple):
         named = hashlib.blake2b(key=self.names, digest_size=8, person=b"fskv namespace")
         return f"{ENCRYPTED}/{named.hexdigest()}"
 
+    @property
+    def packed(self) -> bytes:
+        """The keys as `fskv._native` takes them."""
+        return b"".join(id_.ljust(KEY_ID_NBYTES, b"\0") + key for id_, key in self.keys)
+
     def hide(self, key: bytes) -> bytes:
         """Return the key of a chunk in the root: BLAKE2b-256 of the engine's, with the key of names."""
         return hashlib.blake2b(key, key=self.names, digest_size=32, person=b"fskv chunk").digest()
