@@ -16,10 +16,10 @@ import os
 import stat as stat_module
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
@@ -43,6 +43,7 @@ from fskv.format.integrity import rows_nbytes
 from fskv.format.spans import ChunkPlan, Placement
 from fskv.namespace import chunk_name
 from fskv.native import _native
+from fskv.observe.state_log import Once
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
@@ -51,29 +52,13 @@ from fskv.types import MAX_TOUCH_INTERVAL_S, FileId, Status, Use
 
 if TYPE_CHECKING:
     from fskv.data_path.transports.host import HostSlot
+    from fskv.root.root import NamespaceDir
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _MAX_SUSPECTS = 1 << 15
-_LOG_LINES = 8
-_LOG_WINDOW_S = 60.0
-
-
-class Directory(Protocol):
-    """The methods of fskv.root.root.NamespaceDir that the store calls."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def root(self) -> str | None: ...
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def dir_mode(self) -> int: ...
-    @property
-    def writable(self) -> bool: ...
-    def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
-    def part_path(self, path: str) -> str: ...
 
 
 class ChunkStore(Generic[SlotT]):
@@ -81,7 +66,7 @@ class ChunkStore(Generic[SlotT]):
 
     def __init__(
         self,
-        directory: Directory,
+        directory: NamespaceDir,
         layouts: Mapping[int, FileLayout],
         transport: Transport[SlotT],
         *,
@@ -126,8 +111,7 @@ class ChunkStore(Generic[SlotT]):
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[FileId, None] = OrderedDict()
         self._lock = threading.Lock()
-        # When first and in which words, since then; guarded by _lock.
-        self._complaints: dict[tuple[str, Status], tuple[float, set[str]]] = {}
+        self._said: defaultdict[tuple[str, Status], Once] = defaultdict(Once)
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
@@ -257,25 +241,27 @@ class ChunkStore(Generic[SlotT]):
         whether to touch the file, once its bytes are delivered: a disk that hangs then costs no load.
         """
         path = self.path(file_id)
-        for attempt in (1, 2):
+        try:
+            mtime = _tried(lambda: self._get(path, file_id, first_block, num_blocks, slot))
+        except ChunkError as error:
+            if not isinstance(error, ChunkMissing):
+                self.complain("load", error)
+                self._suspect(file_id)
+            return error.status, False
+        return Status.OK, abs(time.time() - mtime) > self._touch_interval_s
+
+    def _get(
+        self, path: str, file_id: FileId, first_block: int, num_blocks: int, slot: SlotT
+    ) -> float:
+        """Do a `get`; return the file's mtime, or raise a ChunkError after the file was discarded."""
+        with self._shard(path) as shard, self._transport.open(path, shard) as file:
             try:
-                with self._shard(path) as shard, self._transport.open(path, shard) as file:
-                    try:
-                        self._read_checked(file, path, file_id, first_block, num_blocks, slot)
-                    except (ChunkCorrupt, ChunkStale) as error:
-                        if not _is_estale(error):
-                            self._discard(file_id, path, shard, file, error)
-                        raise
-                    return Status.OK, abs(time.time() - file.mtime) > self._touch_interval_s
-            except ChunkError as error:
-                # The server dropped the handle under us, which says nothing about the file: look once more.
-                if attempt == 1 and _is_estale(error):
-                    continue
-                if not isinstance(error, ChunkMissing):
-                    self.complain("load", error)
-                    self._suspect(file_id)
-                return error.status, False
-        raise AssertionError("unreachable")
+                self._read_checked(file, path, file_id, first_block, num_blocks, slot)
+            except (ChunkCorrupt, ChunkStale) as error:
+                if not _is_estale(error):
+                    self._discard(file_id, path, shard, file, error)
+                raise
+            return file.mtime
 
     def _read_checked(
         self,
@@ -307,8 +293,8 @@ class ChunkStore(Generic[SlotT]):
                 rows_read = cast("HostSlot", slot).view[start:stop]
                 self._keys.decrypt(rows_read, rows.start, header)
             else:
-                found = self._transport.row_digests(slot, start, stop)
-                chunk_file.check_digests(found, rows.start, header.row_digests)
+                digests = self._transport.row_digests(slot, start, stop)
+                chunk_file.check_digests(digests, rows.start, header.row_digests)
         except (ChunkCorrupt, ChunkStale, ChunkNoKey) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
@@ -353,27 +339,9 @@ class ChunkStore(Generic[SlotT]):
                 logger.debug("fskv: discarded (%s): %s", error.status.value, error)
 
     def complain(self, operation: str, error: ChunkError) -> None:
-        """Log a failure: in _LOG_WINDOW_S seconds the same words once, and at most a few of a kind."""
-        now, words = time.monotonic(), str(error)
-        key = (operation, error.status)
-        with self._lock:
-            start, said = self._complaints.get(key, (now, set()))
-            if now - start > _LOG_WINDOW_S:
-                start, said = now, set()
-            self._complaints[key] = (start, said)
-            count = len(said)
-            if words in said or count > _LOG_LINES:
-                return
-            said.add(words)
-        if count < _LOG_LINES:
-            logger.warning("fskv: %s failed (%s): %s", operation, error.status.value, words)
-        else:
-            logger.warning(
-                "fskv: %s failed (%s) again; not logged for the next %.0f s, see the metrics",
-                operation,
-                error.status.value,
-                _LOG_WINDOW_S - (now - start),
-            )
+        """Log a failure, the same words once in a while and a few of a kind."""
+        sentence = f"{operation} failed ({error.status.value}): {error}"
+        self._said[operation, error.status].say(sentence, logging.WARNING)
 
     def _suspect(self, file_id: FileId) -> None:
         with self._lock:
@@ -390,15 +358,11 @@ class ChunkStore(Generic[SlotT]):
         name, complete; EXISTS: a file of the right size was there and stays, with `touch` as used now. No
         part is left on failure.
         """
-        for attempt in (1, 2):
-            try:
-                return self._put(file_id, first_block, slot, touch=touch)
-            except ChunkError as error:
-                if attempt == 1 and _is_estale(error):
-                    continue
-                self.complain("store", error)
-                return error.status
-        raise AssertionError("unreachable")
+        try:
+            return _tried(lambda: self._put(file_id, first_block, slot, touch=touch))
+        except ChunkError as error:
+            self.complain("store", error)
+            return error.status
 
     def _put(self, file_id: FileId, first_block: int, slot: SlotT, *, touch: bool) -> Status:
         layout = self._layouts[file_id.group_idx]
@@ -516,6 +480,16 @@ class ChunkStore(Generic[SlotT]):
             self._restore()
         except FskvError as error:
             raise ChunkIOError(str(error)) from error
+
+
+def _tried(step: Callable[[], _T]) -> _T:
+    """Run a step; again where the server dropped the handle under it, which says nothing about the file."""
+    try:
+        return step()
+    except ChunkError as error:
+        if not _is_estale(error):
+            raise
+    return step()
 
 
 def _is_estale(error: ChunkError) -> bool:
