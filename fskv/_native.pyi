@@ -92,8 +92,8 @@ class Layout:
         root_nbytes: int,
         directory: bytes,
         suffix: bytes,
-        keys: bytes = ...,
-        context: bytes = ...,
+        keys: bytes | None,
+        context: bytes,
     ) -> Self: ...
 
 # One chunk on its way between KV pages and a file.

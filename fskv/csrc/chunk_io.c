@@ -32,7 +32,7 @@ size_t num_rows(size_t nbytes) { return (nbytes + ROW - 1) / ROW; }
 size_t rows_field_nbytes(const FileLayout *layout)
 {
     size_t rows = num_rows(layout->payload_nbytes);
-    return layout->keys == NULL ? 8 * rows : SEAL + TAG * rows;
+    return layout->sealed.keys == NULL ? 8 * rows : SEAL + TAG * rows;
 }
 
 void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests)
@@ -93,15 +93,10 @@ uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t
 static bool crypt_slot(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, uint8_t *slot,
                        size_t start, size_t stop, uint8_t *seal, bool encrypt)
 {
-    RowsOf of = {
-        .keys = (const uint8_t *)layout->keys,
-        .keys_nbytes = (size_t)layout->keys_nbytes,
-        .context = (const uint8_t *)layout->context,
-        .context_nbytes = (size_t)layout->context_nbytes,
-        .key = file->key,
-        .key_nbytes = file->key_nbytes,
-        .first_block = first_block,
-    };
+    RowsOf of = layout->sealed;
+    of.key = file->key;
+    of.key_nbytes = file->key_nbytes;
+    of.first_block = first_block;
     size_t first_row = (start - layout->header_nbytes) / ROW;
     return crypt_rows(&of, slot + start, stop - start, first_row, seal, encrypt) == (ssize_t)num_rows(stop - start);
 }
@@ -120,7 +115,7 @@ static bool digest_payload(const FileLayout *layout, const ChunkFile *file, uint
     uint8_t *payload = slot + layout->header_nbytes;
     memset(payload, 0, file->first_block * layout->block_nbytes);
     memset(payload + layout->content_nbytes, 0, layout->payload_nbytes - layout->content_nbytes);
-    if (layout->keys != NULL)
+    if (layout->sealed.keys != NULL)
         return crypt_payload(layout, file, slot, true);
     digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
     return true;
@@ -249,7 +244,7 @@ static bool check_rows(const FileLayout *layout, const ChunkFile *file, uint32_t
                        size_t start, size_t stop, uint8_t *digests)
 {
     size_t first_row = (start - layout->header_nbytes) / ROW;
-    if (layout->keys != NULL)
+    if (layout->sealed.keys != NULL)
         return crypt_slot(layout, file, first_block, slot, start, stop, digests, false);
     bool good = true;
     for (size_t at = start, row = first_row; good && at < stop; at += ROW, row++) {
@@ -544,7 +539,7 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
         return CHUNK_SPOILT;
     write_header(layout, file, slot);
     ChunkResult result = publish(layout, file, slot, directory);
-    if (result != CHUNK_OK && layout->keys != NULL && !crypt_payload(layout, file, slot, false))
+    if (result != CHUNK_OK && layout->sealed.keys != NULL && !crypt_payload(layout, file, slot, false))
         return CHUNK_SPOILT;
     return result;
 }

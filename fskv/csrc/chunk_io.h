@@ -33,8 +33,7 @@ typedef struct {
     ssize_t root_nbytes;            /* of the paths: no link is followed in what is behind them */
     const char *directory, *suffix; /* of shards, and what follows the digits in a name */
     ssize_t directory_nbytes, suffix_nbytes;
-    const char *keys, *context;     /* see RowsOf. NULL: in clear; else a seal and tags are where the digests would be */
-    ssize_t keys_nbytes, context_nbytes;
+    RowsOf sealed; /* its keys and context; no keys: in clear, else a seal and tags are where the digests would be */
 } FileLayout;
 
 typedef struct {

@@ -195,7 +195,7 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
         pthread_mutex_unlock(&queue->mutex);
     }
     const FileLayout *layout = &transfer->layout->file;
-    bool digested = transfer->placement->pages->device == NULL && layout->keys == NULL;
+    bool digested = transfer->placement->pages->device == NULL && layout->sealed.keys == NULL;
     ChunkResult result = chunk_write(layout, &transfer->file, slot, digested);
     *kind = result == CHUNK_OK ? STORED : result == CHUNK_SPOILT ? SPOILT : EXISTS;
     return result != CHUNK_OTHERWISE;

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
@@ -105,7 +105,7 @@ class ChunkStore(Generic[SlotT]):
         self._parts = part_names()
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout] = {}
-        self._ring = b""  # the keys that those have
+        self._ring: bytes | None = None  # the keys that those have
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
@@ -123,9 +123,10 @@ class ChunkStore(Generic[SlotT]):
 
     def _native_layout(self, file_id: FileId) -> _native.Layout:
         """Return the layout of all files of a group and rank, made for the first of them that is moved."""
-        if self._keys is not None and self._ring is not self._keys.ring:
+        ring = None if self._keys is None else self._keys.ring
+        if ring is not self._ring:
             self._native_layouts.clear()
-            self._ring = self._keys.ring
+            self._ring = ring
         key = file_id.group_idx, file_id.rank
         if key not in self._native_layouts:
             self._native_layouts[key] = self._new_native_layout(*key)
@@ -136,9 +137,6 @@ class ChunkStore(Generic[SlotT]):
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
         digests = bytes(rows_nbytes(layout.num_rows, encrypted=layout.encrypted))
         header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
-        keys: dict[str, Any] = {}
-        if self._keys is not None:
-            keys = {"keys": self._ring, "context": header.context}
         return _native.Layout(
             **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
@@ -156,7 +154,8 @@ class ChunkStore(Generic[SlotT]):
             root_nbytes=len(os.fsencode(self._root)),
             directory=os.fsencode(shards),
             suffix=os.fsencode(name[len(chunk_name(b"")) :]),
-            **keys,
+            keys=self._ring,
+            context=header.context,
         )
 
     def _native_placement(self, pages: _native.Pages, placement: Placement) -> _native.Placement:

@@ -74,7 +74,8 @@ def read_keys(path: str) -> KeySet:
     except OSError as error:
         raise _wrong(path, error.strerror or str(error), "a file of keys") from error
     found: dict[str, bytes] = {}
-    for number, line in enumerate(_lines(content), 1):
+    lines = content[:_MAX_NBYTES].decode("utf-8-sig", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         match = _LINE.fullmatch(text)
         if text and (
@@ -91,10 +92,6 @@ def read_keys(path: str) -> KeySet:
             path, f"{len(found)} keys in {len(content)} bytes", "`names` and one key at least"
         )
     return KeySet(names, tuple((id_.encode(), key) for id_, key in found.items()))
-
-
-def _lines(content: bytes) -> list[str]:
-    return content[:_MAX_NBYTES].decode("utf-8-sig", errors="replace").split("\n")
 
 
 def _wrong(where: str, found: str, expected: str) -> ConfigError:
