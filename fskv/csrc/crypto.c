@@ -10,42 +10,36 @@
 enum { GET_TAG = 0x10, SET_TAG = 0x11, NONCE = 12 }; /* of <openssl/evp.h>, the same since 1.1 */
 
 /* Functions of libcrypto, by their names there. */
+#define FUNCTIONS(DO)                                                                                          \
+    DO(void *, EVP_CIPHER_CTX_new, (void))                                                                     \
+    DO(void, EVP_CIPHER_CTX_free, (void *))                                                                    \
+    DO(int, EVP_CIPHER_CTX_ctrl, (void *, int, int, void *))                                                   \
+    DO(const void *, EVP_aes_256_gcm, (void))                                                                  \
+    DO(int, EVP_CipherInit_ex, (void *, const void *, void *, const uint8_t *, const uint8_t *, int))          \
+    DO(int, EVP_CipherUpdate, (void *, uint8_t *, int *, const uint8_t *, int))                                \
+    DO(int, EVP_CipherFinal_ex, (void *, uint8_t *, int *))                                                    \
+    DO(const void *, EVP_sha256, (void))                                                                       \
+    DO(uint8_t *, HMAC, (const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *))
+#define FIELD(type, name, arguments) type(*name) arguments;
 typedef struct {
-    void *(*EVP_CIPHER_CTX_new)(void);
-    void (*EVP_CIPHER_CTX_free)(void *);
-    int (*EVP_CIPHER_CTX_ctrl)(void *, int, int, void *);
-    const void *(*EVP_aes_256_gcm)(void);
-    int (*EVP_CipherInit_ex)(void *, const void *, void *, const uint8_t *, const uint8_t *, int);
-    int (*EVP_CipherUpdate)(void *, uint8_t *, int *, const uint8_t *, int);
-    int (*EVP_CipherFinal_ex)(void *, uint8_t *, int *);
-    const void *(*EVP_sha256)(void);
-    uint8_t *(*HMAC)(const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *);
+    FUNCTIONS(FIELD)
 } Functions;
 
 static Functions ssl; /* of the first library that has all of them: others may be using it */
-
-static bool find(void *library, const char *name, void *function)
-{
-    void *found = dlsym(library, name);
-    memcpy(function, &found, sizeof found);
-    return found != NULL;
-}
 
 bool crypto_load(const char *library)
 {
     Functions found;
     void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL); /* for good */
-    bool whole = opened != NULL && find(opened, "EVP_CIPHER_CTX_new", &found.EVP_CIPHER_CTX_new) &&
-                 find(opened, "EVP_CIPHER_CTX_free", &found.EVP_CIPHER_CTX_free) &&
-                 find(opened, "EVP_CIPHER_CTX_ctrl", &found.EVP_CIPHER_CTX_ctrl) &&
-                 find(opened, "EVP_aes_256_gcm", &found.EVP_aes_256_gcm) &&
-                 find(opened, "EVP_CipherInit_ex", &found.EVP_CipherInit_ex) &&
-                 find(opened, "EVP_CipherUpdate", &found.EVP_CipherUpdate) &&
-                 find(opened, "EVP_CipherFinal_ex", &found.EVP_CipherFinal_ex) &&
-                 find(opened, "EVP_sha256", &found.EVP_sha256) && find(opened, "HMAC", &found.HMAC);
-    if (whole && ssl.HMAC == NULL)
+    if (opened == NULL)
+        return false;
+#define LOOK_UP(type, name, arguments)                                       \
+    if ((found.name = (type(*) arguments)dlsym(opened, #name)) == NULL)      \
+        return false;
+    FUNCTIONS(LOOK_UP)
+    if (ssl.HMAC == NULL)
         ssl = found;
-    return whole;
+    return true;
 }
 
 static bool hmac(const uint8_t key[KEY], const uint8_t *data, size_t nbytes, uint8_t out[KEY])

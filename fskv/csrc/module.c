@@ -55,8 +55,9 @@ static PyObject *crypt_some(PyObject *module, PyObject *args)
     }
     PyBuffer_Release(&rows);
     PyBuffer_Release(&seal);
-    return fit ? PyLong_FromSsize_t(done)
-               : PyErr_Format(PyExc_ValueError, "crypt_rows: no keys, a context or key that is too long, or no place for tags");
+    if (!fit)
+        return PyErr_Format(PyExc_ValueError, "crypt_rows: no keys, a context or key too long, or no place for tags");
+    return PyLong_FromSsize_t(done);
 }
 
 /* A slot is a buffer of the host, or (address, bytes) where the pages are on a device too. */
@@ -124,8 +125,8 @@ static PyMethodDef functions[] = {
      "RuntimeError when the device's driver says no."},
     {"load_crypto", load_crypto, METH_O, "load_crypto(library): open libcrypto by that name; whether it can be used."},
     {"crypt_rows", crypt_some, METH_VARARGS,
-     "crypt_rows(keys, context, key, first_block, rows, first_row, seal, encrypt): see csrc/crypto.h; `seal` has room for "
-     "all tags."},
+     "crypt_rows(keys, context, key, first_block, rows, first_row, seal, encrypt): see csrc/crypto.h; `seal` has room "
+     "for all tags."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(directory, names, groups, missed_before, files, num_ranks): see fskv.index.presence.probe_chunks; "
      "returns a byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},

@@ -31,8 +31,6 @@ from fskv.format.integrity import (
     CHECKSUM,
     DIGEST_NBYTES,
     ENCRYPTED,
-    SEAL_NBYTES,
-    TAG_NBYTES,
     rows_nbytes,
     xxh3_rows,
 )
@@ -150,9 +148,7 @@ class ChunkHeader:
 
     @property
     def num_rows(self) -> int:
-        if self.encrypted:
-            return (len(self.row_digests) - SEAL_NBYTES) // TAG_NBYTES
-        return len(self.row_digests) // DIGEST_NBYTES
+        return -(-self.payload_nbytes // ROW_NBYTES)
 
 
 class _Field(NamedTuple):

@@ -408,6 +408,26 @@ def test_100000_files_have_100000_keys_also_after_a_fork(key_file):
     assert len(found) == len({*found}) == 100_000
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keys": b""},
+        {"keys": bytes(47)},
+        {"context": bytes(129)},
+        {"key": bytes(256)},
+        {"first_row": -1},
+        {"first_row": 1},
+        {"first_row": (1 << 63) - 1},
+        {"seal": bytearray(63)},
+    ],
+)
+def test_rows_without_a_place_for_their_tags_are_refused(wrong):
+    good = {"keys": bytes(48), "context": b"", "key": b"k", "first_block": 0}
+    good |= {"rows": bytearray(16), "first_row": 0, "seal": bytearray(64), "encrypt": True}
+    with pytest.raises(ValueError, match="no place for tags"):
+        _native.crypt_rows(*{**good, **wrong}.values())
+
+
 # --- a store that fails, and is done again -----------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -62,6 +63,20 @@ def test_a_key_file_with_other_content_is_refused_in_a_sentence_without_keys(tmp
     assert "expected" in refused(path)
     path.write_text("\n".join(["# keys", "", *LINES, f"  {'i' * 16}\t{B.hex().upper()} # new"]))
     assert dict(read_keys(str(path)).keys) == {b"a": A, b"c": C, b"i" * 16: B}
+
+
+def test_of_a_key_file_that_is_half_written_the_first_keys_are_taken_or_none(tmp_path):
+    path, taken = tmp_path / "keys", set()
+    path.touch(0o600)
+    whole = [(b"a", A), (b"c", C)]
+    text = "".join(f"{line}  # a comment\n" for line in LINES)
+    for half in range(len(text) + 1):
+        path.write_text(text[:half])
+        with contextlib.suppress(ConfigError):
+            keys = read_keys(str(path))
+            assert (keys.names, [*keys.keys]) == (NAMES, whole[: len(keys.keys)])
+            taken.add(len(keys.keys))
+    assert taken == {1, 2}
 
 
 def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(
