@@ -110,16 +110,16 @@ class WorkerKeys:
 def engine_keys(config: StoreConfig) -> KeySet | None:
     """Read the key file of an engine's options; None without one.
 
-    Raises ConfigError, also for a file inside of the root, and RootError where its disk does not answer.
+    Raises ConfigError, also for a file inside of the root, and RootError where a disk does not answer.
     """
-    if (path := config.key_file) is None:
-        return None
-    keys = _read(path)
-    if os.path.realpath(path).startswith(os.path.realpath(config.root) + "/"):
-        raise ConfigError(f"option 'key_file': found {path} in 'root', expected another place")
-    return keys
+    return None if config.key_file is None else _read(config.key_file, config.root)
 
 
-def _read(path: str) -> KeySet:
-    late = f"option 'key_file': {path} did not answer"
-    return call_with_deadline(lambda: read_keys(path), START_UP_S, late)
+def _read(path: str, root: str | None = None) -> KeySet:
+    def read() -> KeySet:
+        keys = read_keys(path)
+        if root is not None and os.path.realpath(path).startswith(os.path.realpath(root) + "/"):
+            raise ConfigError(f"option 'key_file': found {path} in 'root', expected another place")
+        return keys
+
+    return call_with_deadline(read, START_UP_S, f"option 'key_file': {path} did not answer")

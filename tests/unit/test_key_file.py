@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from world import returns_in_time, wait_for
 
 from fskv.config import StoreConfig
 from fskv.data_path import worker_keys
-from fskv.data_path.worker_keys import WorkerKeys
-from fskv.errors import ConfigError
+from fskv.data_path.worker_keys import WorkerKeys, engine_keys
+from fskv.errors import ConfigError, RootError
 from fskv.namespace import chunk_name
 from fskv.root.key_file import read_keys
 
@@ -102,6 +103,21 @@ def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(
     for path in ("/mnt/kv/keys", "/mnt/kv/x/../keys", "keys", 7):
         with pytest.raises(ConfigError, match="option 'key_file'"):
             StoreConfig.from_mapping({"root": "/mnt/kv", "key_file": path})
+
+
+def test_a_start_waits_for_no_root_that_hangs_while_the_key_file_is_looked_for_in_it(
+    tmp_path, key_file, monkeypatch
+):
+    config = StoreConfig(root=str(tmp_path / "kv"), key_file=str(key_file))
+    assert engine_keys(config) == read_keys(str(key_file))
+    with pytest.raises(ConfigError, match="in 'root', expected another place"):
+        engine_keys(replace(config, root=str(tmp_path)))
+    hangs = threading.Event()
+    monkeypatch.setattr(worker_keys, "START_UP_S", 0.1)
+    monkeypatch.setattr(os.path, "realpath", lambda path: hangs.wait(60))
+    with pytest.raises(RootError, match=r"did not answer within 0\.1 s"):
+        engine_keys(config)
+    hangs.set()
 
 
 def test_without_libcrypto_one_sentence_says_so_and_a_library_in_use_stays(
