@@ -111,7 +111,7 @@ class ChunkStore(Generic[SlotT]):
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[FileId, None] = OrderedDict()
         self._lock = threading.Lock()
-        self._said: defaultdict[tuple[str, Status], Once] = defaultdict(Once)
+        self._say = defaultdict[tuple[str, Status], Callable[..., None]](lambda: Once().say)
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
@@ -340,7 +340,7 @@ class ChunkStore(Generic[SlotT]):
     def complain(self, operation: str, error: ChunkError) -> None:
         """Log a failure, the same words once in a while and a few of a kind."""
         sentence = f"{operation} failed ({error.status.value}): {error}"
-        self._said[operation, error.status].say(sentence, logging.WARNING)
+        self._say[operation, error.status](sentence, logging.WARNING)
 
     def _suspect(self, file_id: FileId) -> None:
         with self._lock:
