@@ -10,6 +10,22 @@ def row_digests(payload: Any) -> bytes: ...
 # `slot` is a buffer of the host, or (address, bytes) on the pages' device.
 def copy_spans(pages: Pages, spans: Any, slot: Any, base: int, to_slot: bool) -> None: ...
 
+# Open libcrypto by that name; whether it can be used.
+def load_crypto(library: str, /) -> bool: ...
+
+# See csrc/crypto.h; `keys` has 16 bytes of an id and 32 of its key, each. `seal` has room for all tags.
+def crypt_rows(
+    keys: bytes,
+    context: bytes,
+    key: bytes,
+    first_block: int,
+    rows: memoryview,
+    first_row: int,
+    seal: bytearray,
+    encrypt: bool,
+    /,
+) -> int: ...
+
 # Look at a batch: 32 digits of each chunk, and its group's position in `files`, which has (suffix, size) of
 # each rank's file, group after group. Returns a byte for each chunk, 1 if it is there; how many cannot be
 # looked at, and the first errno; the seconds it took.
@@ -53,24 +69,6 @@ class Guard:
     def open(self) -> None: ...
     def abandon(self) -> None: ...
 
-# The keys of an engine; `library` is libcrypto's name. Raises OSError.
-class Keys:
-    def __new__(cls, library: str) -> Self: ...
-    def replace(self, keys: list[tuple[bytes, bytes]], /) -> None: ...
-    def encrypt(
-        self, payload: object, context: bytes, key: bytes, first_block: int, /
-    ) -> bytes: ...
-    def decrypt(
-        self,
-        rows: object,
-        context: bytes,
-        key: bytes,
-        first_block: int,
-        first_row: int,
-        seal: bytes,
-        /,
-    ) -> int: ...
-
 class Layout:
     def __new__(
         cls,
@@ -94,8 +92,8 @@ class Layout:
         root_nbytes: int,
         directory: bytes,
         suffix: bytes,
-        keys: Keys = ...,
-        context: bytes = ...,
+        keys: bytes | None,
+        context: bytes,
     ) -> Self: ...
 
 # One chunk on its way between KV pages and a file.

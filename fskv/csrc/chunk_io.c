@@ -32,7 +32,7 @@ size_t num_rows(size_t nbytes) { return (nbytes + ROW - 1) / ROW; }
 size_t rows_field_nbytes(const FileLayout *layout)
 {
     size_t rows = num_rows(layout->payload_nbytes);
-    return layout->ring == NULL ? 8 * rows : SEAL + TAG * rows;
+    return layout->sealed.keys == NULL ? 8 * rows : SEAL + TAG * rows;
 }
 
 void digest_rows(const uint8_t *data, size_t nbytes, uint8_t *digests)
@@ -90,48 +90,42 @@ uint8_t *row_digests_in(const FileLayout *layout, const ChunkFile *file, uint8_t
 }
 
 /* Encrypt or decrypt rows of the slot in place; `seal` is in its header. False: they are spoilt. */
-static bool crypt_slot(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, const FileKey *file_key,
-                       uint8_t *slot, size_t start, size_t stop, uint8_t *seal, bool encrypt)
+static bool crypt_slot(const FileLayout *layout, const ChunkFile *file, uint32_t first_block, uint8_t *slot,
+                       size_t start, size_t stop, uint8_t *seal, bool encrypt)
 {
+    RowsOf of = layout->sealed;
+    of.key = file->key;
+    of.key_nbytes = file->key_nbytes;
+    of.first_block = first_block;
     size_t first_row = (start - layout->header_nbytes) / ROW;
-    RowsOf of = {
-        .context = (const uint8_t *)layout->context,
-        .context_nbytes = (size_t)layout->context_nbytes,
-        .key = file->key,
-        .key_nbytes = file->key_nbytes,
-        .first_block = first_block,
-    };
-    return crypt_rows(file_key, &of, slot + start, stop - start, first_row, seal + SEAL + TAG * first_row, encrypt) ==
-           num_rows(stop - start);
+    return crypt_rows(&of, slot + start, stop - start, first_row, seal, encrypt) == (ssize_t)num_rows(stop - start);
 }
 
 /* Encrypt the payload of a store; or decrypt that of a file which was not written: a second encryption of it would be
  * served as KV. */
-static bool crypt_payload(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, const FileKey *file_key,
-                          bool encrypt)
+static bool crypt_payload(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool encrypt)
 {
-    return crypt_slot(layout, file, file->first_block, file_key, slot, layout->header_nbytes,
+    return crypt_slot(layout, file, file->first_block, slot, layout->header_nbytes,
                       layout->header_nbytes + layout->payload_nbytes, row_digests_in(layout, file, slot), encrypt);
 }
 
-/* Write the header, and encrypt the payload where there are keys: not CHUNK_OK, and nothing may be written. The
- * caller has checked that the pieces fit into header_nbytes. The digests may be there already. */
-static ChunkResult finish(const FileLayout *layout, const ChunkFile *file, uint8_t *slot, bool digested,
-                          FileKey *file_key)
+/* Zero what is not content, then put the digests in their place, or encrypt. False: the payload is spoilt. */
+static bool digest_payload(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
+{
+    uint8_t *payload = slot + layout->header_nbytes;
+    memset(payload, 0, file->first_block * layout->block_nbytes);
+    memset(payload + layout->content_nbytes, 0, layout->payload_nbytes - layout->content_nbytes);
+    if (layout->sealed.keys != NULL)
+        return crypt_payload(layout, file, slot, true);
+    digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
+    return true;
+}
+
+/* Write the header around the digests, which are in their place. The caller has checked that the pieces fit into
+ * header_nbytes. */
+static void write_header(const FileLayout *layout, const ChunkFile *file, uint8_t *slot)
 {
     uint8_t *payload = slot + layout->header_nbytes, *at = slot + PREFIX, first[5], written[9];
-    ChunkResult result = CHUNK_OK;
-    if (!digested) {
-        memset(payload, 0, file->first_block * layout->block_nbytes);
-        memset(payload + layout->content_nbytes, 0,
-               layout->payload_nbytes - layout->content_nbytes);
-        if (layout->ring != NULL && !new_file_key(layout->ring, row_digests_in(layout, file, slot), file_key))
-            result = CHUNK_OTHERWISE;
-        else if (layout->ring != NULL)
-            result = crypt_payload(layout, file, slot, file_key, true) ? CHUNK_OK : CHUNK_SPOILT;
-        else
-            digest_rows(payload, layout->payload_nbytes, row_digests_in(layout, file, slot));
-    }
     at = put(at, layout->head, layout->head_nbytes);
     *at++ = 0xc4; /* bin8 */
     *at++ = (uint8_t)file->key_nbytes;
@@ -153,7 +147,6 @@ static ChunkResult finish(const FileLayout *layout, const ChunkFile *file, uint8
     memcpy(slot + 8, prefix, sizeof prefix);
     uint64_t checksum = header_checksum(slot, layout->header_nbytes);
     memcpy(slot + CHECKSUM_AT, &checksum, 8);
-    return result;
 }
 
 static bool take(const uint8_t **at, const uint8_t *end, const void *bytes, size_t nbytes)
@@ -251,13 +244,8 @@ static bool check_rows(const FileLayout *layout, const ChunkFile *file, uint32_t
                        size_t start, size_t stop, uint8_t *digests)
 {
     size_t first_row = (start - layout->header_nbytes) / ROW;
-    if (layout->ring != NULL) {
-        FileKey file_key;
-        bool good = find_file_key(layout->ring, digests, &file_key) &&
-                    crypt_slot(layout, file, first_block, &file_key, slot, start, stop, digests, false);
-        explicit_bzero(&file_key, sizeof file_key);
-        return good;
-    }
+    if (layout->sealed.keys != NULL)
+        return crypt_slot(layout, file, first_block, slot, start, stop, digests, false);
     bool good = true;
     for (size_t at = start, row = first_row; good && at < stop; at += ROW, row++) {
         uint8_t digest[8];
@@ -547,14 +535,12 @@ static ChunkResult write_in(const FileLayout *layout, const ChunkFile *file, uin
     const char *name = name_in(file->path, &parent_nbytes);
     if (!file->replace && *directory >= 0 && good_file_there(layout, file, *directory, name))
         return CHUNK_EXISTS;
-    FileKey file_key;
-    ChunkResult result = finish(layout, file, slot, digested, &file_key);
-    if (result == CHUNK_OK) {
-        result = publish(layout, file, slot, directory);
-        if (result != CHUNK_OK && layout->ring != NULL && !crypt_payload(layout, file, slot, &file_key, false))
-            result = CHUNK_SPOILT;
-    }
-    explicit_bzero(&file_key, sizeof file_key);
+    if (!digested && !digest_payload(layout, file, slot))
+        return CHUNK_SPOILT;
+    write_header(layout, file, slot);
+    ChunkResult result = publish(layout, file, slot, directory);
+    if (result != CHUNK_OK && layout->sealed.keys != NULL && !crypt_payload(layout, file, slot, false))
+        return CHUNK_SPOILT;
     return result;
 }
 

@@ -33,9 +33,7 @@ typedef struct {
     ssize_t root_nbytes;            /* of the paths: no link is followed in what is behind them */
     const char *directory, *suffix; /* of shards, and what follows the digits in a name */
     ssize_t directory_nbytes, suffix_nbytes;
-    KeyRing *ring;                  /* NULL: in clear. Else a seal and tags stand in the place of the digests, */
-    const char *context;            /* and this binds them to the group's files */
-    ssize_t context_nbytes;
+    RowsOf sealed; /* its keys and context; no keys: in clear, else a seal and tags are where the digests would be */
 } FileLayout;
 
 typedef struct {
@@ -48,7 +46,7 @@ typedef struct {
     uint32_t depth;                   /* in its prefix */
 } ChunkFile;
 
-/* CHUNK_SPOILT: what is in the slot is of no use to anybody. */
+/* CHUNK_SPOILT: libcrypto failed, and what is in the slot is of no use to anybody. */
 typedef enum { CHUNK_OK, CHUNK_EXISTS, CHUNK_OTHERWISE, CHUNK_SPOILT } ChunkResult;
 
 /* The digest of each 64 KiB row, 8 bytes a row, big endian; the last row may be short. */

@@ -6,49 +6,29 @@
 #ifndef FSKV_CRYPTO_H
 #define FSKV_CRYPTO_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
-enum { KEY_ID = 16, KEY = 32, SALT = 32, TAG = 16, SEAL = KEY_ID + SALT };
+enum { KEY_ID = 16, KEY = 32, SALT = 32, TAG = 16, SEAL = KEY_ID + SALT, MAX_CONTEXT = 128 };
 
-/* A key of the operator's; an id that is shorter ends with zeros. */
+/* What the rows of one file are encrypted with and bound to: `context` is the same for all files of a group. `keys` are
+ * those of an engine, each an id, filled up with zeros, and its key. The first writes, all read. */
 typedef struct {
-    uint8_t id[KEY_ID], key[KEY];
-} NamedKey;
-
-/* The keys of an engine. The first writes, all read. */
-typedef struct {
-    pthread_mutex_t mutex; /* guards the two below */
-    NamedKey *keys;
-    size_t num;
-} KeyRing;
-
-/* What the rows of one file are bound to: `context` is the same for all files of a group. */
-typedef struct {
-    const uint8_t *context, *key;
-    size_t context_nbytes, key_nbytes;
+    const uint8_t *keys, *context, *key;
+    size_t keys_nbytes, context_nbytes, key_nbytes;
     uint32_t first_block;
 } RowsOf;
-
-enum { MAX_CONTEXT = 128 };
-
-typedef struct {
-    uint8_t key[KEY];
-} FileKey;
 
 /* Open libcrypto; false: it, or a function of it, is not there. */
 bool crypto_load(const char *library);
 
-/* Make the key of a new file, and the seal that its header has: id and random bytes. False: no randomness. */
-bool new_file_key(KeyRing *ring, uint8_t seal[SEAL], FileKey *file_key);
-/* Return whether the ring has the key that a seal names; then derive the file's. */
-bool find_file_key(KeyRing *ring, const uint8_t seal[SEAL], FileKey *file_key);
+enum { NO_KEY = -1, CRYPT_FAILED = -2 };
 
-/* Encrypt rows in place and write their tags, or check these and decrypt; the first row is number `first_row`. Returns
- * how many went well before another one: bytes from there on are of no use. */
-size_t crypt_rows(const FileKey *file_key, const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row,
-                  uint8_t *tags, bool encrypt);
+/* Encrypt a file's rows in place, and write its seal and behind it their tags; or decrypt those from `first_row` on.
+ * Returns how many went well before a wrong tag, NO_KEY, or CRYPT_FAILED where libcrypto or the kernel says no. What
+ * did not go well is of no use. */
+ssize_t crypt_rows(const RowsOf *of, uint8_t *rows, size_t nbytes, size_t first_row, uint8_t *seal, bool encrypt);
 
 #endif

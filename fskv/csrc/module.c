@@ -28,6 +28,38 @@ static PyObject *row_digests(PyObject *module, PyObject *object)
     return digests;
 }
 
+static PyObject *load_crypto(PyObject *module, PyObject *library)
+{
+    const char *name = PyUnicode_AsUTF8(library);
+    return name == NULL ? NULL : PyBool_FromLong(crypto_load(name));
+}
+
+/* For the chunks that fskv/data_path/store.py does itself. */
+static PyObject *crypt_some(PyObject *module, PyObject *args)
+{
+    Py_buffer rows, seal;
+    RowsOf of;
+    Py_ssize_t first_row;
+    int encrypt;
+    ssize_t done = 0;
+    if (!PyArg_ParseTuple(args, "y#y#y#Iw*nw*p:crypt_rows", &of.keys, &of.keys_nbytes, &of.context, &of.context_nbytes,
+                          &of.key, &of.key_nbytes, &of.first_block, &rows, &first_row, &seal, &encrypt))
+        return NULL;
+    bool fit = of.keys_nbytes > 0 && of.keys_nbytes % (KEY_ID + KEY) == 0 && of.context_nbytes <= MAX_CONTEXT &&
+               of.key_nbytes <= 255 && first_row >= 0 && seal.len >= SEAL &&
+               (size_t)first_row + num_rows((size_t)rows.len) <= (size_t)(seal.len - SEAL) / TAG;
+    if (fit) {
+        Py_BEGIN_ALLOW_THREADS
+        done = crypt_rows(&of, rows.buf, (size_t)rows.len, (size_t)first_row, seal.buf, encrypt);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&seal);
+    if (!fit)
+        return PyErr_Format(PyExc_ValueError, "crypt_rows: no keys, a context or key too long, or no place for tags");
+    return PyLong_FromSsize_t(done);
+}
+
 /* A slot is a buffer of the host, or (address, bytes) where the pages are on a device too. */
 static bool take_slot(PyObject *object, bool on_device, Py_buffer *view, Slot *slot)
 {
@@ -91,6 +123,10 @@ static PyMethodDef functions[] = {
     {"copy_spans", copy, METH_VARARGS,
      "copy_spans(pages, spans, slot, base, to_slot): copy every span; a slot may be (address, bytes) on the device. ValueError when one is outside, "
      "RuntimeError when the device's driver says no."},
+    {"load_crypto", load_crypto, METH_O, "load_crypto(library): open libcrypto by that name; whether it can be used."},
+    {"crypt_rows", crypt_some, METH_VARARGS,
+     "crypt_rows(keys, context, key, first_block, rows, first_row, seal, encrypt): see csrc/crypto.h; `seal` has room "
+     "for all tags."},
     {"probe_chunks", probe_chunks, METH_VARARGS,
      "probe_chunks(directory, names, groups, missed_before, files, num_ranks): see fskv.index.presence.probe_chunks; "
      "returns a byte for each chunk, how many could not be looked at, the first errno, and the seconds it took."},
@@ -109,8 +145,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    static PyTypeObject *types[] = {&DeviceType,  &PagesType,  &PlacementType, &GuardType,
-                                    &KeysType,   &LayoutType, &TransferType, &QueueType};
+    static PyTypeObject *types[] = {&DeviceType, &PagesType,    &PlacementType, &GuardType,
+                                    &LayoutType, &TransferType, &QueueType};
     xxh3_init();
     copy_init();
     PyObject *module = PyModule_Create(&definition);

@@ -247,7 +247,7 @@ bool gather(const Transfer *transfer, uint8_t *slot)
     Slot payload = {slot + transfer->layout->file.header_nbytes, 0};
     CudaError error;
     bool good = spans.first != NULL;
-    if (good && pages->device == NULL && transfer->layout->file.ring == NULL)
+    if (good && pages->device == NULL && transfer->layout->file.sealed.keys == NULL)
         gather_and_digest(transfer, &spans, slot);
     else if (good)
         good = copy_spans(pages, &spans, &payload, true, &error);

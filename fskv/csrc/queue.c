@@ -13,7 +13,7 @@ typedef struct {
     int length;
 } List;
 
-typedef enum { GATHERED, STORED, EXISTS, LOADED, LEFT, ENDED } Kind;
+typedef enum { GATHERED, STORED, EXISTS, LOADED, LEFT, SPOILT, ENDED } Kind;
 
 typedef struct {
     Transfer *transfer; /* one reference */
@@ -195,9 +195,9 @@ static bool run_store(Queue *queue, Transfer *transfer, uint8_t *slot, Kind *kin
         pthread_mutex_unlock(&queue->mutex);
     }
     const FileLayout *layout = &transfer->layout->file;
-    bool digested = transfer->placement->pages->device == NULL && layout->ring == NULL;
+    bool digested = transfer->placement->pages->device == NULL && layout->sealed.keys == NULL;
     ChunkResult result = chunk_write(layout, &transfer->file, slot, digested);
-    *kind = result == CHUNK_OK ? STORED : result == CHUNK_SPOILT ? LEFT : EXISTS;
+    *kind = result == CHUNK_OK ? STORED : result == CHUNK_SPOILT ? SPOILT : EXISTS;
     return result != CHUNK_OTHERWISE;
 }
 
@@ -589,7 +589,7 @@ static PyMethodDef Queue_methods[] = {
     {"take", (PyCFunction)Queue_take, METH_O,
      "take(slot): run transfers in `slot`; returns one that needs Python, or None: the thread may go."},
     {"take_events", (PyCFunction)Queue_take_events, METH_NOARGS,
-     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | LEFT, seconds)] since the last call."},
+     "take_events(): [(owner, GATHERED | STORED | EXISTS | LOADED | LEFT | SPOILT, seconds)] since the last call."},
     {"running", (PyCFunction)Queue_running, METH_NOARGS, "running(): the transfers that have a thread."},
     {"close", (PyCFunction)Queue_close, METH_NOARGS, "close(): drop all that is queued; threads may go."},
     {NULL},

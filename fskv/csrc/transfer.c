@@ -130,17 +130,16 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                             "root_nbytes",   "directory",      "suffix",       "keys",
                             "context",       NULL};
     FileLayout file = {0};
-    PyObject *keys = NULL;
     Py_ssize_t header, payload, content, block;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y#y#y#y#nnnnIIippIIdny#y#|O!y#:Layout", names, &file.head,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y#y#y#y#nnnnIIippIIdny#y#z#y#:Layout", names, &file.head,
                                      &file.head_nbytes, &file.middle, &file.middle_nbytes, &file.rows,
                                      &file.rows_nbytes, &file.tail, &file.tail_nbytes, &header, &payload, &content,
                                      &block, &file.num_blocks, &file.format_version, &file.open_flags, &file.fsync,
                                      &file.touch, &file.file_mode, &file.dir_mode, &file.touch_interval_s,
                                      &file.root_nbytes, &file.directory, &file.directory_nbytes, &file.suffix,
-                                     &file.suffix_nbytes, &KeysType, &keys, &file.context, &file.context_nbytes))
+                                     &file.suffix_nbytes, &file.sealed.keys, &file.sealed.keys_nbytes,
+                                     &file.sealed.context, &file.sealed.context_nbytes))
         return NULL;
-    file.ring = keys == NULL ? NULL : &((Keys *)keys)->ring;
     file.payload_nbytes = payload > 0 ? (size_t)payload : 0;
     /* The pieces, the longest key, both integers, the digests. */
     Py_ssize_t most = 32 + file.head_nbytes + file.middle_nbytes + file.rows_nbytes + file.tail_nbytes + 2 + 255 + 5 +
@@ -148,7 +147,8 @@ static PyObject *Layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (header <= 0 || header % 4096 || payload <= 0 || payload % 4096 || content <= 0 ||
         content > payload || block <= 0 || file.num_blocks == 0 ||
         content / block != (Py_ssize_t)file.num_blocks || content % block || most > header ||
-        file.context_nbytes > MAX_CONTEXT || (file.ring != NULL && file.ring->num == 0) ||
+        file.sealed.context_nbytes > MAX_CONTEXT || file.sealed.keys_nbytes % (KEY_ID + KEY) ||
+        (file.sealed.keys != NULL && file.sealed.keys_nbytes == 0) ||
         file.root_nbytes < 0 || strlen(file.directory) != (size_t)file.directory_nbytes ||
         strlen(file.suffix) != (size_t)file.suffix_nbytes) {
         PyErr_SetString(PyExc_ValueError, "Layout: sizes that do not fit each other, or a zero in a name");

@@ -75,12 +75,6 @@ typedef struct {
     int num_inside;
 } Guard;
 
-/* The keys of an engine; see crypto.h. */
-typedef struct {
-    PyObject_HEAD
-    KeyRing ring;
-} Keys;
-
 /* What all chunk files of a group have in common. Constant. */
 typedef struct {
     PyObject_HEAD
@@ -127,7 +121,7 @@ typedef struct Transfer {
     int spare_refs;    /* references that the queue holds for events to come */
 } Transfer;
 
-extern PyTypeObject DeviceType, PagesType, PlacementType, GuardType, KeysType, LayoutType, TransferType, QueueType;
+extern PyTypeObject DeviceType, PagesType, PlacementType, GuardType, LayoutType, TransferType, QueueType;
 
 /* Wait for the gate, and enter if it opens. */
 bool guard_enter(Guard *guard);

@@ -76,12 +76,14 @@ class NativeEvent(IntEnum):
     EXISTS = 2
     LOADED = 3
     LEFT = 4  # its job had been given up
+    SPOILT = 5  # libcrypto failed
 
 
 STATUS_OF: dict[int, Status] = {
     NativeEvent.STORED: Status.OK,
     NativeEvent.EXISTS: Status.EXISTS,
     NativeEvent.LOADED: Status.OK,
+    NativeEvent.SPOILT: Status.IO_ERROR,
 }
 
 

@@ -59,6 +59,7 @@ from fskv.data_path.job import (
 from fskv.data_path.store import ChunkStore
 from fskv.data_path.threads import HangProofPool, Readiness, has_fired
 from fskv.data_path.transports.protocol import OwnSlot, Ready, SlotPool, SlotT, Transport
+from fskv.errors import ChunkIOError
 from fskv.native import _native
 from fskv.types import Status
 
@@ -357,7 +358,9 @@ class JobRunner(Generic[SlotT]):
                 continue
             status = STATUS_OF.get(kind)
             if status is not None:
-                answered |= self._set_ended(task, status, seconds)
+                answered |= self._set_ended(task, status, seconds) and status.good
+                if kind == NativeEvent.SPOILT:
+                    self.store.complain("store", ChunkIOError("libcrypto fails"))
                 if kind == NativeEvent.STORED and task.job.store is self.store:
                     stored.append(task.move.file)
             if not task.job.is_load:

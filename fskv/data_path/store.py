@@ -16,9 +16,10 @@ import os
 import stat as stat_module
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from fskv._version import __version__
 from fskv.data_path.threads import START_UP_S, OwnerT, call_with_deadline
@@ -38,13 +39,11 @@ from fskv.errors import (
 )
 from fskv.format import chunk_file
 from fskv.format.chunk_file import MAX_HEADER_NBYTES, ROW_NBYTES, ChunkHeader, FileLayout
-from fskv.format.integrity import (
-    rows_context,
-    rows_nbytes,
-)
+from fskv.format.integrity import rows_nbytes
 from fskv.format.spans import ChunkPlan, Placement
 from fskv.namespace import chunk_name
 from fskv.native import _native
+from fskv.observe.state_log import Once
 from fskv.root.beneath import make_directory, open_directory
 from fskv.root.files import publish_chunk
 from fskv.root.filesystem import is_local, shows_late
@@ -53,29 +52,13 @@ from fskv.types import MAX_TOUCH_INTERVAL_S, FileId, Status, Use
 
 if TYPE_CHECKING:
     from fskv.data_path.transports.host import HostSlot
+    from fskv.root.root import NamespaceDir
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _MAX_SUSPECTS = 1 << 15
-_LOG_LINES = 8
-_LOG_WINDOW_S = 60.0
-
-
-class Directory(Protocol):
-    """The methods of fskv.root.root.NamespaceDir that the store calls."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def root(self) -> str | None: ...
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def dir_mode(self) -> int: ...
-    @property
-    def writable(self) -> bool: ...
-    def chunk_path(self, key_hash: bytes, group_idx: int, rank: int | None) -> str: ...
-    def part_path(self, path: str) -> str: ...
 
 
 class ChunkStore(Generic[SlotT]):
@@ -83,7 +66,7 @@ class ChunkStore(Generic[SlotT]):
 
     def __init__(
         self,
-        directory: Directory,
+        directory: NamespaceDir,
         layouts: Mapping[int, FileLayout],
         transport: Transport[SlotT],
         *,
@@ -122,13 +105,13 @@ class ChunkStore(Generic[SlotT]):
         self._parts = part_names()
         self._creator = f"fskv/{__version__}"
         self._native_layouts: dict[tuple[int, int | None], _native.Layout] = {}
+        self._ring: bytes | None = None  # the keys that those have
         self._native_placements: dict[Placement, _native.Placement] = {}  # a few for each group
         # Files that failed and may still be there (discarding them failed): the next put replaces them.
         # Guarded by _lock; written by I/O threads.
         self._suspects: OrderedDict[FileId, None] = OrderedDict()
         self._lock = threading.Lock()
-        # When first and in which words, since then; guarded by _lock.
-        self._complaints: dict[tuple[str, Status], tuple[float, set[str]]] = {}
+        self._say = defaultdict[tuple[str, Status], Callable[..., None]](lambda: Once().say)
 
     def layout(self, group_idx: int) -> FileLayout:
         return self._layouts[group_idx]
@@ -140,6 +123,10 @@ class ChunkStore(Generic[SlotT]):
 
     def _native_layout(self, file_id: FileId) -> _native.Layout:
         """Return the layout of all files of a group and rank, made for the first of them that is moved."""
+        ring = None if self._keys is None else self._keys.ring
+        if ring is not self._ring:
+            self._native_layouts.clear()
+            self._ring = ring
         key = file_id.group_idx, file_id.rank
         if key not in self._native_layouts:
             self._native_layouts[key] = self._new_native_layout(*key)
@@ -149,11 +136,7 @@ class ChunkStore(Generic[SlotT]):
         native, layout = self._transport.native, self._layouts[group_idx]
         shards, _, name = self._directory.chunk_path(b"", group_idx, rank).rsplit("/", 2)
         digests = bytes(rows_nbytes(layout.num_rows, encrypted=layout.encrypted))
-        file_id = FileId(b"", group_idx, rank)
-        header = self._header(file_id, layout, 0, digests)
-        keys: dict[str, Any] = {}
-        if self._keys is not None:
-            keys = {"keys": self._keys.native, "context": self._context(file_id, layout)}
+        header = self._header(FileId(b"", group_idx, rank), layout, 0, digests)
         return _native.Layout(
             **chunk_file.header_pieces(header)._asdict(),
             header_nbytes=layout.header_nbytes,
@@ -171,7 +154,8 @@ class ChunkStore(Generic[SlotT]):
             root_nbytes=len(os.fsencode(self._root)),
             directory=os.fsencode(shards),
             suffix=os.fsencode(name[len(chunk_name(b"")) :]),
-            **keys,
+            keys=self._ring,
+            context=header.context,
         )
 
     def _native_placement(self, pages: _native.Pages, placement: Placement) -> _native.Placement:
@@ -256,25 +240,27 @@ class ChunkStore(Generic[SlotT]):
         whether to touch the file, once its bytes are delivered: a disk that hangs then costs no load.
         """
         path = self.path(file_id)
-        for attempt in (1, 2):
+        try:
+            mtime = _tried(lambda: self._get(path, file_id, first_block, num_blocks, slot))
+        except ChunkError as error:
+            if not isinstance(error, ChunkMissing):
+                self.complain("load", error)
+                self._suspect(file_id)
+            return error.status, False
+        return Status.OK, abs(time.time() - mtime) > self._touch_interval_s
+
+    def _get(
+        self, path: str, file_id: FileId, first_block: int, num_blocks: int, slot: SlotT
+    ) -> float:
+        """Do a `get`; return the file's mtime, or raise a ChunkError after the file was discarded."""
+        with self._shard(path) as shard, self._transport.open(path, shard) as file:
             try:
-                with self._shard(path) as shard, self._transport.open(path, shard) as file:
-                    try:
-                        self._read_checked(file, path, file_id, first_block, num_blocks, slot)
-                    except (ChunkCorrupt, ChunkStale) as error:
-                        if not _is_estale(error):
-                            self._discard(file_id, path, shard, file, error)
-                        raise
-                    return Status.OK, abs(time.time() - file.mtime) > self._touch_interval_s
-            except ChunkError as error:
-                # The server dropped the handle under us, which says nothing about the file: look once more.
-                if attempt == 1 and _is_estale(error):
-                    continue
-                if not isinstance(error, ChunkMissing):
-                    self._complain("load", error)
-                    self._suspect(file_id)
-                return error.status, False
-        raise AssertionError("unreachable")
+                self._read_checked(file, path, file_id, first_block, num_blocks, slot)
+            except (ChunkCorrupt, ChunkStale) as error:
+                if not _is_estale(error):
+                    self._discard(file_id, path, shard, file, error)
+                raise
+            return file.mtime
 
     def _read_checked(
         self,
@@ -303,10 +289,11 @@ class ChunkStore(Generic[SlotT]):
             header = chunk_file.parse_header(raw)
             self._compare(header, file_id, layout)
             if self._keys is not None:
-                self._decrypt(slot, start, stop, file_id, header)
+                rows_read = cast("HostSlot", slot).view[start:stop]
+                self._keys.decrypt(rows_read, rows.start, header)
             else:
-                found = self._transport.row_digests(slot, start, stop)
-                chunk_file.check_digests(found, rows.start, header.row_digests)
+                digests = self._transport.row_digests(slot, start, stop)
+                chunk_file.check_digests(digests, rows.start, header.row_digests)
         except (ChunkCorrupt, ChunkStale, ChunkNoKey) as error:
             raise type(error)(f"{path}: {error}") from None
         if header.first_block > first_block:
@@ -350,28 +337,10 @@ class ChunkStore(Generic[SlotT]):
             else:
                 logger.debug("fskv: discarded (%s): %s", error.status.value, error)
 
-    def _complain(self, operation: str, error: ChunkError) -> None:
-        """Log a failure: in _LOG_WINDOW_S seconds the same words once, and at most a few of a kind."""
-        now, words = time.monotonic(), str(error)
-        key = (operation, error.status)
-        with self._lock:
-            start, said = self._complaints.get(key, (now, set()))
-            if now - start > _LOG_WINDOW_S:
-                start, said = now, set()
-            self._complaints[key] = (start, said)
-            count = len(said)
-            if words in said or count > _LOG_LINES:
-                return
-            said.add(words)
-        if count < _LOG_LINES:
-            logger.warning("fskv: %s failed (%s): %s", operation, error.status.value, words)
-        else:
-            logger.warning(
-                "fskv: %s failed (%s) again; not logged for the next %.0f s, see the metrics",
-                operation,
-                error.status.value,
-                _LOG_WINDOW_S - (now - start),
-            )
+    def complain(self, operation: str, error: ChunkError) -> None:
+        """Log a failure, the same words once in a while and a few of a kind."""
+        sentence = f"{operation} failed ({error.status.value}): {error}"
+        self._say[operation, error.status](sentence, logging.WARNING)
 
     def _suspect(self, file_id: FileId) -> None:
         with self._lock:
@@ -388,15 +357,11 @@ class ChunkStore(Generic[SlotT]):
         name, complete; EXISTS: a file of the right size was there and stays, with `touch` as used now. No
         part is left on failure.
         """
-        for attempt in (1, 2):
-            try:
-                return self._put(file_id, first_block, slot, touch=touch)
-            except ChunkError as error:
-                if attempt == 1 and _is_estale(error):
-                    continue
-                self._complain("store", error)
-                return error.status
-        raise AssertionError("unreachable")
+        try:
+            return _tried(lambda: self._put(file_id, first_block, slot, touch=touch))
+        except ChunkError as error:
+            self.complain("store", error)
+            return error.status
 
     def _put(self, file_id: FileId, first_block: int, slot: SlotT, *, touch: bool) -> Status:
         layout = self._layouts[file_id.group_idx]
@@ -410,13 +375,13 @@ class ChunkStore(Generic[SlotT]):
         transport = self._transport
         transport.fill_zero(slot, base, base + first_block * layout.block_nbytes)
         transport.fill_zero(slot, base + layout.content_nbytes, layout.file_nbytes)
+        header = self._header(file_id, layout, first_block)
         if self._keys is None:
             digests = transport.row_digests(slot, base, layout.file_nbytes)
         else:
             payload = cast("HostSlot", slot).view[base : layout.file_nbytes]
-            context = self._context(file_id, layout)
-            digests = self._keys.native.encrypt(payload, context, file_id.key_hash, first_block)
-        header = self._header(file_id, layout, first_block, digests)
+            digests = self._keys.encrypt(payload, header)
+        header = replace(header, row_digests=digests)
         transport.put_header(slot, chunk_file.encode_header(header, base))
 
         try:
@@ -425,34 +390,16 @@ class ChunkStore(Generic[SlotT]):
             except ChunkMissing:
                 self._make_shard(os.path.dirname(path))
                 self._write(path, slot, layout.file_nbytes)
-        except BaseException as error:
-            # A second encryption of what is encrypted would be served as KV.
+        except ChunkError:
+            # A second encryption of what is encrypted would be served as KV. An error here ends the put.
             if self._keys is not None:
-                try:
-                    self._decrypt(slot, base, layout.file_nbytes, file_id, header)
-                except ChunkError:  # the key is gone meanwhile
-                    error.__cause__ = None  # no second try, whatever it was
+                self._keys.decrypt(payload, 0, header)
             raise
         self.replaced([file_id])
         return Status.OK
 
-    def _context(self, file_id: FileId, layout: FileLayout) -> bytes:
-        group_idx, rank = file_id.group_idx, file_id.rank or 0
-        digest = self._directory.digest
-        return rows_context(digest, layout.digest, group_idx, rank, layout.num_blocks)
-
-    def _decrypt(
-        self, slot: SlotT, start: int, stop: int, file_id: FileId, header: ChunkHeader
-    ) -> None:
-        """Decrypt whole rows of a slot in place; raises ChunkNoKey, and ChunkCorrupt for a wrong tag."""
-        assert self._keys is not None
-        layout = self._layouts[file_id.group_idx]
-        first_row = (start - layout.header_nbytes) // ROW_NBYTES
-        rows = cast("HostSlot", slot).view[start:stop]
-        self._keys.decrypt(rows, first_row, self._context(file_id, layout), header)
-
     def _header(
-        self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes
+        self, file_id: FileId, layout: FileLayout, first_block: int, digests: bytes = b""
     ) -> ChunkHeader:
         return ChunkHeader(
             key_hash=file_id.key_hash,
@@ -532,6 +479,16 @@ class ChunkStore(Generic[SlotT]):
             self._restore()
         except FskvError as error:
             raise ChunkIOError(str(error)) from error
+
+
+def _tried(step: Callable[[], _T]) -> _T:
+    """Run a step; again where the server dropped the handle under it, which says nothing about the file."""
+    try:
+        return step()
+    except ChunkError as error:
+        if not _is_estale(error):
+            raise
+    return step()
 
 
 def _is_estale(error: ChunkError) -> bool:

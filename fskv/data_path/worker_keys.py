@@ -10,16 +10,18 @@ import time
 
 from fskv.config import StoreConfig
 from fskv.data_path.threads import START_UP_S, call_with_deadline
-from fskv.errors import ChunkCorrupt, ChunkNoKey, ConfigError
+from fskv.errors import ChunkCorrupt, ChunkIOError, ChunkNoKey, ConfigError
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
-from fskv.format.integrity import KEY_ID_NBYTES
+from fskv.format.integrity import KEY_ID_NBYTES, rows_nbytes
 from fskv.native import _native
+from fskv.observe.state_log import Once
 from fskv.root.key_file import KeySet, read_keys
 
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so")
 _LOOK_S = 5.0  # between two looks at the file
+_NO_KEY, _FAILED = -1, -2  # answers of crypt_rows
 
 
 class WorkerKeys:
@@ -27,31 +29,48 @@ class WorkerKeys:
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError for a file that is no key file, and without libcrypto."""
-        self.native = _with_libcrypto()
+        if not any(map(_native.load_crypto, _LIBRARIES)):
+            raise ConfigError(
+                f"option 'key_file': found no libcrypto ({', '.join(_LIBRARIES)}), "
+                "expected OpenSSL 1.1 or 3"
+            )
         self._path = path
         self._due = time.monotonic() + _LOOK_S
         self._looking: threading.Thread | None = None
-        self._said = ""
+        self._say = Once().say
         self._keys = _read(path)
-        self.native.replace([*self._keys.keys])
+        self.ring = self._keys.packed
 
-    def decrypt(
-        self, rows: memoryview, first_row: int, context: bytes, header: ChunkHeader
-    ) -> None:
-        """Decrypt rows in place; raises ChunkNoKey, and ChunkCorrupt for a wrong tag."""
-        seal, key = header.row_digests, header.key_hash
-        sound = self.native.decrypt(rows, context, key, header.first_block, first_row, seal)
-        if sound < 0:
-            key_id = seal[:KEY_ID_NBYTES].rstrip(b"\0")
+    def encrypt(self, payload: memoryview, header: ChunkHeader) -> bytes:
+        """Encrypt a file's rows in place, and return its seal and tags; raises ChunkIOError."""
+        seal = bytearray(rows_nbytes(-(-len(payload) // ROW_NBYTES), encrypted=True))
+        self._crypt(payload, 0, header, seal, encrypt=True)
+        return bytes(seal)
+
+    def decrypt(self, rows: memoryview, first_row: int, header: ChunkHeader) -> None:
+        """Decrypt rows in place; raises ChunkNoKey, ChunkCorrupt for a wrong tag, and ChunkIOError."""
+        seal = bytearray(header.row_digests)
+        sound = self._crypt(rows, first_row, header, seal, encrypt=False)
+        if sound == _NO_KEY:
+            key_id = header.row_digests[:KEY_ID_NBYTES].rstrip(b"\0")
             raise ChunkNoKey(f"encrypted with key {key_id!r}, which this engine has not")
         if sound < -(-len(rows) // ROW_NBYTES):
             raise ChunkCorrupt(f"row {first_row + sound} fails its tag")
 
-    def _say(self, sentence: str) -> None:
-        """Log a sentence, unless it was the last one."""
-        if sentence != self._said:
-            logger.error("fskv: %s", sentence)
-        self._said = sentence
+    def _crypt(
+        self,
+        rows: memoryview,
+        first_row: int,
+        header: ChunkHeader,
+        seal: bytearray,
+        *,
+        encrypt: bool,
+    ) -> int:
+        bound = header.context, header.key_hash, header.first_block
+        done = _native.crypt_rows(self.ring, *bound, rows, first_row, seal, encrypt)
+        if done == _FAILED:
+            raise ChunkIOError("libcrypto fails, or the kernel has no random bytes")
+        return done
 
     @classmethod
     def of(cls, path: str | None) -> WorkerKeys | None:
@@ -80,38 +99,27 @@ class WorkerKeys:
         if keys.names != self._keys.names:
             self._say(f"{self._path}: another key of names holds from the next start")
         else:
-            self._said = ""
+            self._say = Once().say  # anew, what was mended in between
         if keys.keys != self._keys.keys:
             ids = ", ".join(id_.decode() for id_, _ in keys.keys)
             logger.info("fskv: %s has changed: keys %s; the first one writes", self._path, ids)
-            self.native.replace([*keys.keys])
+            self.ring = keys.packed
         self._keys = keys._replace(names=self._keys.names)
 
 
 def engine_keys(config: StoreConfig) -> KeySet | None:
     """Read the key file of an engine's options; None without one.
 
-    Raises ConfigError, also for a file inside of the root, and RootError where its disk does not answer.
+    Raises ConfigError, also for a file inside of the root, and RootError where a disk does not answer.
     """
-    if (path := config.key_file) is None:
-        return None
-    keys = _read(path)
-    if os.path.realpath(path).startswith(os.path.realpath(config.root) + "/"):
-        raise ConfigError(f"option 'key_file': found {path} in 'root', expected another place")
-    return keys
+    return None if config.key_file is None else _read(config.key_file, config.root)
 
 
-def _read(path: str) -> KeySet:
-    late = f"option 'key_file': {path} did not answer"
-    return call_with_deadline(lambda: read_keys(path), START_UP_S, late)
+def _read(path: str, root: str | None = None) -> KeySet:
+    def read() -> KeySet:
+        keys = read_keys(path)
+        if root is not None and os.path.realpath(path).startswith(os.path.realpath(root) + "/"):
+            raise ConfigError(f"option 'key_file': found {path} in 'root', expected another place")
+        return keys
 
-
-def _with_libcrypto() -> _native.Keys:
-    for library in _LIBRARIES:
-        try:
-            return _native.Keys(library)
-        except OSError:
-            continue
-    raise ConfigError(
-        f"option 'key_file': found no libcrypto ({', '.join(_LIBRARIES)}), expected OpenSSL 1.1 or 3"
-    )
+    return call_with_deadline(read, START_UP_S, f"option 'key_file': {path} did not answer")

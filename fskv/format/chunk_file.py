@@ -31,8 +31,6 @@ from fskv.format.integrity import (
     CHECKSUM,
     DIGEST_NBYTES,
     ENCRYPTED,
-    SEAL_NBYTES,
-    TAG_NBYTES,
     rows_nbytes,
     xxh3_rows,
 )
@@ -143,10 +141,14 @@ class ChunkHeader:
         return self.checksum == ENCRYPTED
 
     @property
+    def context(self) -> bytes:
+        """The facts of a group's files that their tags cover; docs/format.md, "Encrypted files"."""
+        facts = struct.pack("<3I", self.group_idx, self.rank, self.num_blocks)
+        return self.namespace_digest + self.layout_digest + facts
+
+    @property
     def num_rows(self) -> int:
-        if self.encrypted:
-            return (len(self.row_digests) - SEAL_NBYTES) // TAG_NBYTES
-        return len(self.row_digests) // DIGEST_NBYTES
+        return -(-self.payload_nbytes // ROW_NBYTES)
 
 
 class _Field(NamedTuple):

@@ -5,7 +5,6 @@ XXH3 finds damage, and no writer with intent: it has no key (docs/security.md). 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import xxhash
@@ -44,10 +43,3 @@ def xxh3_rows(payload: memoryview) -> bytes:
 def rows_nbytes(num_rows: int, *, encrypted: bool) -> int:
     """Return the length of a header's field `rows`: all digests, or the seal and all tags."""
     return SEAL_NBYTES + TAG_NBYTES * num_rows if encrypted else DIGEST_NBYTES * num_rows
-
-
-def rows_context(
-    namespace_digest: bytes, layout_digest: bytes, group_idx: int, rank: int, num_blocks: int
-) -> bytes:
-    """Return the facts of a group's files that their tags cover; docs/format.md, "Encrypted files"."""
-    return namespace_digest + layout_digest + struct.pack("<3I", group_idx, rank, num_blocks)

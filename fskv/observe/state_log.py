@@ -78,6 +78,8 @@ class Once:
             if sentence in self._said or len(self._said) >= MAX_SENTENCES:
                 return
             self._said[sentence] = now
+            if len(self._said) == MAX_SENTENCES:
+                sentence += f" (no more of these for {WINDOW_S:.0f} s)"
         logger.log(level, "fskv: %s", sentence)
 
 

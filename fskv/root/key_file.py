@@ -39,6 +39,11 @@ class KeySet(NamedTuple):
         named = hashlib.blake2b(key=self.names, digest_size=8, person=b"fskv namespace")
         return f"{ENCRYPTED}/{named.hexdigest()}"
 
+    @property
+    def packed(self) -> bytes:
+        """The keys as `fskv._native` takes them."""
+        return b"".join(id_.ljust(KEY_ID_NBYTES, b"\0") + key for id_, key in self.keys)
+
     def hide(self, key: bytes) -> bytes:
         """Return the key of a chunk in the root: BLAKE2b-256 of the engine's, with the key of names."""
         return hashlib.blake2b(key, key=self.names, digest_size=32, person=b"fskv chunk").digest()
@@ -69,7 +74,8 @@ def read_keys(path: str) -> KeySet:
     except OSError as error:
         raise _wrong(path, error.strerror or str(error), "a file of keys") from error
     found: dict[str, bytes] = {}
-    for number, line in enumerate(_lines(content), 1):
+    lines = content[:_MAX_NBYTES].decode("utf-8-sig", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         match = _LINE.fullmatch(text)
         if text and (
@@ -86,10 +92,6 @@ def read_keys(path: str) -> KeySet:
             path, f"{len(found)} keys in {len(content)} bytes", "`names` and one key at least"
         )
     return KeySet(names, tuple((id_.encode(), key) for id_, key in found.items()))
-
-
-def _lines(content: bytes) -> list[str]:
-    return content[:_MAX_NBYTES].decode("utf-8-sig", errors="replace").split("\n")
 
 
 def _wrong(where: str, found: str, expected: str) -> ConfigError:

@@ -7,6 +7,7 @@ the fault shim (faults/disk.py); knows nothing of it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import sys
@@ -17,7 +18,7 @@ import gds_lab
 from world import World
 
 from fskv.config import Deadline
-from fskv.data_path import job, runner
+from fskv.data_path import job, runner, worker_keys
 from fskv.data_path.breaker import Breaker
 from fskv.data_path.transports import chunk_fd, host
 from fskv.format import chunk_file
@@ -83,6 +84,16 @@ class Driver:
         """Give every job and transfer from now on so long."""
         self.runner._deadline = Deadline(seconds, 0.0, seconds)
         return {}
+
+    def crypto(self, library, failing="", passes=0):
+        """Encrypt with failing_crypto.c; returns how often its function has failed since the last call."""
+        worker_keys._LIBRARIES = (library,)
+        shim = ctypes.CDLL(library)
+        failed = ctypes.c_long.in_dll(shim, "failed")
+        (ctypes.c_char * 32).in_dll(shim, "failing").value = failing.encode()
+        ctypes.c_long.in_dll(shim, "passes").value = passes
+        answer, failed.value = {"failed": failed.value}, 0
+        return answer
 
     def store(self, numbers):
         """Fill pages with the pattern of each chunk's number, store them, wait for all outcomes."""

@@ -22,13 +22,20 @@ from key_files import key, write_keys
 from test_jobs import Bench
 from test_native import STORED, Chunks
 from test_readers_agree import VALUES, Draft, others
-from test_transport_faults import NUMBERS, assert_pages_are_right, content, lab, labs  # noqa: F401
+from test_transport_faults import (
+    NUMBERS,
+    Lab,
+    assert_pages_are_right,
+    content,
+    lab,  # noqa: F401
+    labs,  # noqa: F401
+)
 from world import make_identity
 
 from faults.transport import Script
 from fskv.data_path.job import NativeEvent
-from fskv.data_path.store import ChunkStore
 from fskv.data_path.worker_keys import WorkerKeys
+from fskv.native import _native
 from fskv.root.key_file import read_keys
 from fskv.types import Status
 
@@ -248,20 +255,10 @@ def test_of_10000_files_none_is_served_that_was_not_sealed_for_this_chunk(load_a
     assert {kind for kind in whole if served[kind] == PLACES} == whole
 
 
-class Trusting:
-    """Keys that call every row sound."""
-
-    def __init__(self, native):
-        self.native = native
-
-    def decrypt(self, rows, *how):
-        self.native.decrypt(rows, *how)
-        return 1 << 30
-
-
 def test_negative_control_without_the_check_of_tags_wrong_bytes_are_served(load_all):
     def trust(world):
-        world.keys.native = Trusting(world.keys.native)
+        crypt = world.keys._crypt
+        world.keys._crypt = lambda *what, **how: max(crypt(*what, **how), 1 << 30)
 
     found = load_all(native=False, thorough=False, change=trust)
     wrong = {kind for kind, _, status, pages in found if (status, pages) == (OK, "wrong")}
@@ -383,10 +380,15 @@ def test_every_part_of_every_chunk_is_what_was_stored_for_all_readers(
 
 
 def test_100000_files_have_100000_keys_also_after_a_fork(key_file):
-    keys, read, write = WorkerKeys(str(key_file)).native, *os.pipe()
+    keys, read, write = WorkerKeys(str(key_file)), *os.pipe()
+
+    def salt():
+        rows, seal = bytearray(16), bytearray(64)
+        assert _native.crypt_rows(keys.ring, b"context", b"key", 0, rows, 0, seal, True) == 1
+        return bytes(seal[16:48])
 
     def seals(num):
-        return [keys.encrypt(bytearray(16), b"context", b"key", 0)[16:48] for _ in range(num)]
+        return [salt() for _ in range(num)]
 
     before = seals(30_000)
     if (child := os.fork()) == 0:
@@ -404,6 +406,26 @@ def test_100000_files_have_100000_keys_also_after_a_fork(key_file):
     assert os.waitpid(child, 0)[1] == 0
     found = before + [theirs[at : at + 32] for at in range(0, len(theirs), 32)]
     assert len(found) == len({*found}) == 100_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keys": b""},
+        {"keys": bytes(47)},
+        {"context": bytes(129)},
+        {"key": bytes(256)},
+        {"first_row": -1},
+        {"first_row": 1},
+        {"first_row": (1 << 63) - 1},
+        {"seal": bytearray(63)},
+    ],
+)
+def test_rows_without_a_place_for_their_tags_are_refused(wrong):
+    good = {"keys": bytes(48), "context": b"", "key": b"k", "first_block": 0}
+    good |= {"rows": bytearray(16), "first_row": 0, "seal": bytearray(64), "encrypt": True}
+    with pytest.raises(ValueError, match="no place for tags"):
+        _native.crypt_rows(*{**good, **wrong}.values())
 
 
 # --- a store that fails, and is done again -----------------------------------------------------
@@ -449,7 +471,7 @@ def test_negative_control_what_was_not_decrypted_again_is_served_wrong(
 ):
     world = make_world(key_file=key_file)
     with monkeypatch.context() as without:
-        without.setattr(ChunkStore, "_decrypt", lambda *_: None)
+        without.setattr(WorkerKeys, "decrypt", lambda *_: None)
         put_again(world, "S")
     status, found = world.get(1)
     assert status is OK
@@ -481,6 +503,94 @@ def test_a_store_that_failed_outside_the_interpreter_is_whole_when_python_does_i
     answer = lab.load()
     assert answer["statuses"] == ["ok"] * len(NUMBERS)
     assert_pages_are_right(answer)
+    assert len(sound_files(lab)) == len(NUMBERS)
+
+
+# --- a libcrypto that fails ----------------------------------------------------------------------
+
+
+def sound_files(lab):  # noqa: F811
+    """Return the chunk files, of which each is whole, encrypted and what was stored."""
     for path in lab.chunk_files():
         payload = encrypted_reader.read({b"a": key("a")}, Path(path).read_bytes())[1]
         assert any(payload.startswith(content(number)) for number in NUMBERS)
+    return lab.chunk_files()
+
+
+@pytest.fixture(scope="module")
+def failing_lab(native_library, tmp_path_factory):
+    """A process whose libcrypto fails when it is told to; `crypto` tells it, and sees that it has failed."""
+    work = tmp_path_factory.mktemp("failing_crypto")
+    one = Lab(native_library("disk"), work)
+    one.log = work / "driver.log"
+    library = native_library("failing_crypto")
+
+    def crypto(failing, passes=0, *, seen=False):
+        assert (
+            one.step("crypto", library=library, failing=failing, passes=passes)["failed"] > 0
+        ) is seen
+
+    one.crypto = crypto
+    crypto("")
+    yield one
+    one.close()
+
+
+# What fails when a chunk is encrypted, and when it is decrypted.
+FAILING = {
+    "HMAC": "HMAC",
+    "EVP_CIPHER_CTX_new": "EVP_CIPHER_CTX_new",
+    "EVP_CipherInit_ex": "EVP_CipherInit_ex",
+    "EVP_CipherUpdate": "EVP_CipherUpdate",
+    "EVP_CipherFinal_ex": "SET_TAG",
+    "GET_TAG": "SET_TAG",
+}
+
+
+@pytest.mark.parametrize("transport", ["native", "host"])
+@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize("function", FAILING)
+def test_a_libcrypto_that_fails_costs_a_recompute_and_no_file(
+    failing_lab, key_file, transport, function, passes
+):
+    """The control is at the end: where the last call fails, it is the tag that is wrong."""
+    lab = failing_lab  # noqa: F811
+    lab.begin(transport, key_file=str(key_file))
+    lab.crypto(function, passes)
+    said = lab.store()["statuses"]
+    assert {*said} - {"ok"} == {"io_error"}
+    assert len(sound_files(lab)) == said.count("ok")
+    assert lab.idle() == []
+    lab.crypto("", seen=True)
+    lab.store_well()
+    files = sound_files(lab)
+    assert len(files) == len(NUMBERS)
+    lab.crypto(FAILING[function], passes)
+    answer = lab.load()
+    assert_pages_are_right(answer)
+    assert {*answer["statuses"]} - {"ok"} == {"io_error"}
+    lab.crypto("", seen=True)
+    assert sound_files(lab) == files
+    assert lab.load()["statuses"] == ["ok"] * len(NUMBERS)
+    assert "failed (io_error): libcrypto fails" in lab.log.read_text()
+    lab.crypto("EVP_CipherFinal_ex")
+    assert lab.load()["statuses"] == ["corrupt"] * len(NUMBERS)
+    assert lab.chunk_files() == []
+    lab.crypto("", seen=True)
+
+
+@pytest.mark.parametrize("transport", ["native", "host"])
+@pytest.mark.parametrize("error", ["EIO", "ESTALE"])
+def test_a_store_that_failed_and_cannot_be_decrypted_is_not_done_again(
+    failing_lab, key_file, transport, error
+):
+    lab = failing_lab  # noqa: F811
+    lab.begin(transport, key_file=str(key_file))
+    lab.crypto("SET_TAG")
+    lab.faults.set(f"rename {error} suffix=.kv count=1")
+    said = lab.store()["statuses"]
+    assert lab.faults.fired() == 1
+    lab.crypto("", seen=True)
+    assert said.count("ok") == len(sound_files(lab)) == 2
+    lab.store_well()
+    assert len(sound_files(lab)) == len(NUMBERS)

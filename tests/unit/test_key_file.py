@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ from world import returns_in_time, wait_for
 
 from fskv.config import StoreConfig
 from fskv.data_path import worker_keys
-from fskv.data_path.worker_keys import WorkerKeys
-from fskv.errors import ConfigError
+from fskv.data_path.worker_keys import WorkerKeys, engine_keys
+from fskv.errors import ConfigError, RootError
 from fskv.namespace import chunk_name
 from fskv.root.key_file import read_keys
 
@@ -64,6 +66,20 @@ def test_a_key_file_with_other_content_is_refused_in_a_sentence_without_keys(tmp
     assert dict(read_keys(str(path)).keys) == {b"a": A, b"c": C, b"i" * 16: B}
 
 
+def test_of_a_key_file_that_is_half_written_the_first_keys_are_taken_or_none(tmp_path):
+    path, taken = tmp_path / "keys", set()
+    path.touch(0o600)
+    whole = [(b"a", A), (b"c", C)]
+    text = "".join(f"{line}  # a comment\n" for line in LINES)
+    for half in range(len(text) + 1):
+        path.write_text(text[:half])
+        with contextlib.suppress(ConfigError):
+            keys = read_keys(str(path))
+            assert (keys.names, [*keys.keys]) == (NAMES, whole[: len(keys.keys)])
+            taken.add(len(keys.keys))
+    assert taken == {1, 2}
+
+
 def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(
     tmp_path, key_file, monkeypatch
 ):
@@ -89,15 +105,33 @@ def test_a_key_file_that_others_may_read_or_that_is_none_is_refused(
             StoreConfig.from_mapping({"root": "/mnt/kv", "key_file": path})
 
 
-def test_without_libcrypto_one_sentence_says_so_and_a_library_in_use_stays(key_file, monkeypatch):
-    keys = WorkerKeys(str(key_file)).native
+def test_a_start_waits_for_no_root_that_hangs_while_the_key_file_is_looked_for_in_it(
+    tmp_path, key_file, monkeypatch
+):
+    config = StoreConfig(root=str(tmp_path / "kv"), key_file=str(key_file))
+    assert engine_keys(config) == read_keys(str(key_file))
+    with pytest.raises(ConfigError, match="in 'root', expected another place"):
+        engine_keys(replace(config, root=str(tmp_path)))
+    hangs = threading.Event()
+    monkeypatch.setattr(worker_keys, "START_UP_S", 0.1)
+    monkeypatch.setattr(os.path, "realpath", lambda path: hangs.wait(60))
+    with pytest.raises(RootError, match=r"did not answer within 0\.1 s"):
+        engine_keys(config)
+    hangs.set()
+
+
+def test_without_libcrypto_one_sentence_says_so_and_a_library_in_use_stays(
+    make_world, key_file, monkeypatch
+):
+    world = make_world(key_file=key_file)
     for library in ("libno-such.so", "libc.so.6"):  # the second one is there, without the functions
         monkeypatch.setattr(worker_keys, "_LIBRARIES", (library,))
         with pytest.raises(
             ConfigError, match=rf"option 'key_file': found no libcrypto \({library}"
         ):
             WorkerKeys(str(key_file))
-    assert len(keys.encrypt(bytearray(16), b"context", b"key", 0)) == 64
+    assert world.put(1, world.content(1)) is OK
+    assert world.get(1) == (OK, world.content(1))
 
 
 # --- other keys while an engine runs ----------------------------------------------------------------
@@ -158,10 +192,10 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_said_once(make_world,
     assert "has changed: keys b, a; the first one writes" in changed
     assert not [one for one in SECRETS if one.hex()[:8] in another + changed]
     for _ in range(2):
-        key_file.write_text("garbage")
-        assert len(said()) == 1  # anew, where it was mended in between
         write_keys(key_file, "b", "a")
         assert said() == []
+        key_file.write_text("garbage")
+        assert len(said()) == 1  # anew, where it was mended in between
 
 
 def test_a_refresh_waits_for_no_disk_and_a_mover_takes_new_keys(

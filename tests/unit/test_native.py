@@ -566,7 +566,7 @@ def test_transfers_that_make_no_sense_are_refused():
     rest = {"num_blocks": 2, "format_version": 1, "open_flags": 0, "fsync": False, "touch": False}
     rest |= {"file_mode": 0o600, "dir_mode": 0o700, "touch_interval_s": 600.0, "root_nbytes": 0}
     pieces = {"head": b"h", "middle": b"m", "rows": b"r", "tail": b"t"}
-    rest |= {"directory": b"/d", "suffix": b".g0.kv"}
+    rest |= {"directory": b"/d", "suffix": b".g0.kv", "keys": None, "context": b""}
     layout = _native.Layout(**pieces, **sizes, **rest)
     for change in (
         {"header_nbytes": 100},
@@ -577,6 +577,9 @@ def test_transfers_that_make_no_sense_are_refused():
         {"head": bytes(5000)},
         {"directory": b"/a\0b"},
         {"suffix": b".g\0.kv"},
+        {"keys": b""},
+        {"keys": bytes(47)},
+        {"context": bytes(129)},
     ):
         with pytest.raises(ValueError, match="do not fit"):
             _native.Layout(**{**pieces, **sizes, **rest, **change})

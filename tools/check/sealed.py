@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fskv.errors import ChunkCorrupt, ChunkNoKey
 from fskv.format import chunk_file
 from fskv.format.chunk_file import ROW_NBYTES, ChunkHeader
-from fskv.format.integrity import KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES, rows_context
+from fskv.format.integrity import KEY_ID_NBYTES, SEAL_NBYTES, TAG_NBYTES
 from fskv.root.key_file import KeySet, read_keys
 
 from ..exits import UsageError
@@ -37,22 +37,16 @@ def check_rows(rows: memoryview, first_row: int, header: ChunkHeader, keys: KeyS
     from cryptography.exceptions import InvalidTag
 
     cipher = _cipher(header.row_digests[:SEAL_NBYTES], keys)
-    context = rows_context(
-        header.namespace_digest,
-        header.layout_digest,
-        header.group_idx,
-        header.rank,
-        header.num_blocks,
-    )
     for at in range(0, len(rows), ROW_NBYTES):
         number, row = first_row + at // ROW_NBYTES, rows[at : at + ROW_NBYTES]
         tag = header.row_digests[SEAL_NBYTES + TAG_NBYTES * number :][:TAG_NBYTES]
-        bound = context + struct.pack("<3I", header.first_block, number, len(row)) + header.key_hash
+        place = struct.pack("<3I", header.first_block, number, len(row))
+        bound = header.context + place + header.key_hash
         try:
             cipher.decrypt(struct.pack("<Iq", number, 0), bytes(row) + tag, bound)
         except InvalidTag:
-            place = number * ROW_NBYTES
-            raise ChunkCorrupt(f"row {number} (payload bytes from {place}) fails its tag") from None
+            where = f"row {number} (payload bytes from {number * ROW_NBYTES})"
+            raise ChunkCorrupt(f"{where} fails its tag") from None
 
 
 @lru_cache(maxsize=64)
