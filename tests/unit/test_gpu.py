@@ -180,9 +180,9 @@ def test_negative_control_without_the_event_unproduced_pages_are_stored(rig):
 
 
 def test_a_step_longer_than_the_deadline_costs_no_store(tmp_path):
-    rig = Rig(str(tmp_path), "host", deadline_s=0.25)
+    rig = Rig(str(tmp_path), "host", deadline_s=1)
     try:
-        torch.cuda._sleep(2_000_000_000)  # a second, on what there is today
+        torch.cuda._sleep(6_000_000_000)  # three seconds, on what there is today
         event = torch.cuda.current_stream().record_event()
         assert not event.query()
         rig.runner.submit_store(1, rig.requests(rig.source), event)
