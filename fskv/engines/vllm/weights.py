@@ -84,14 +84,15 @@ class Weights:
         self._num_running = 0
         self._is_open = False  # whether the last change has not ended, or failed
         self._has_failed = False  # whether a change has, since a checkpoint told the weights
-        self._worker: Any = None
+        self._config: Any = None  # vLLM's, of the worker
+        self._worker: Callable[[], Any] = lambda: None  # weak: an engine may end before its process
         self._marks: dict[int, int] = {}  # by descriptor, each "x" that has no "." yet
         self._lock = threading.Lock()
 
     @property
     def is_steady(self) -> bool:
         """Whether no update is under way, and the last one did not fail."""
-        is_session = getattr(self._worker, "_weight_update_active", False)
+        is_session = getattr(self._worker(), "_weight_update_active", False)
         return not (self._num_running or self._is_open or is_session)
 
     def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
@@ -103,10 +104,10 @@ class Weights:
         """
         if mark is not None:
             self._marks[os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)] = 0
-        if self._worker is not None:
+        if self._config is not None:
             return
-        self._worker = weakref.proxy(worker)  # an engine may end before its process
-        extension = getattr(worker.vllm_config.parallel_config, "worker_extension_cls", "")
+        self._config, self._worker = worker.vllm_config, weakref.ref(worker)
+        extension = getattr(self._config.parallel_config, "worker_extension_cls", "")
         added = pkgutil.resolve_name(extension) if extension else None
         self._added = set(dir(added))
         for owner in owners:
@@ -152,7 +153,7 @@ class Weights:
             return False
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
             return False
-        config = self._worker.vllm_config
+        config = self._config
         # A name may not tell a draft's weights. A patch is added to weights that another engine may not
         # have. After the words here the weights are nothing that has a name.
         transfer = getattr(config, "weight_transfer_config", None)
@@ -197,7 +198,7 @@ class Weights:
         self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
     ) -> _Checkpoint | None:
         """Return what `reload_weights` loads, the engine's own checkpoint or that of a path; None: none."""
-        config = self._worker.vllm_config
+        config = self._config
         name, revision = weights_path, None
         if not name:
             name, revision = config.model_config.model, config.model_config.revision
