@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import engine_lab as lab
@@ -183,6 +185,17 @@ def test_whoever_changes_weights_is_noticed_before_it_begins(
     assert loaded.weights.counts[0] == 1
     # what a tier looks at
     assert mark.read_bytes() == (b"yx." if through == "discard" else b"x.")
+
+
+def test_an_engine_that_ended_keeps_no_memory_in_its_process(worker_of, checkpoint):
+    worker, mover = worker_of(config_of(checkpoint)), Runner()
+    loaded = find_loaded(worker.vllm_config)
+    loaded.watch_weights()
+    loaded.weights.before_loss.append(mover.get_model)
+    kept = [weakref.ref(worker), weakref.ref(mover)]
+    del worker, mover, loaded
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -526,10 +527,13 @@ class Loading(Extended):
         (["ab"], "ab", True),
         (["ab"], "a", False),
         (["a"], "a", True),
-        (["patch"], "ab", True),
-        (["patch"], "a", False),
+        (["update"], "ab", True),
+        (["update"], "a", False),
+        (["patch"], "ab", False),  # a user's method may change what no checkpoint has
         (["fails"], "ab", True),
         (["fails"], "a", False),
+        (["abc", "fails"], "ab", False),
+        (["abc", "update"], "ab", False),
         (["ab", "a"], "ab", True),
         ([], None, False),
     ],
@@ -542,8 +546,28 @@ def test_a_checkpoint_names_weights_only_where_it_holds_all_that_may_have_change
     for what in (*before, has):
         worker.has = what
         with contextlib.suppress(RuntimeError):
-            worker.patch("x") if what == "patch" else worker.reload_weights(weights_path="there")
+            if what == "patch":
+                worker.patch("x")
+            elif what == "update":
+                worker.update_weights("x")
+            else:
+                worker.reload_weights(weights_path="there")
     assert bool(weights.checkpoint) is names_them
+
+
+class Released(Worker):
+    def sleep(self, level=1):
+        puller = threading.Thread(target=self.update_weights, args=("B",))
+        puller.start()
+        puller.join()
+
+
+def test_an_update_on_another_thread_counts_while_a_call_that_is_none_runs():
+    worker, weights = Released(), Weights()
+    weights.watch(worker, [worker])
+    worker.sleep(1)
+    assert (weights.counts, weights.method) == ((1, 1), "update_weights")
+    assert weights.is_steady
 
 
 def test_no_request_waits_for_ever_where_the_reasons_of_a_rest_alternate(tmp_path):

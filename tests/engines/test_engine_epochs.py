@@ -199,6 +199,18 @@ def test_a_checkpoint_of_a_part_of_the_weights_names_them_only_where_it_holds_al
     assert (with_files["num_cached_tokens"] > 0) is twice
 
 
+def test_a_checkpoint_names_no_weights_beside_what_a_user_s_method_has_changed(root, weights):
+    """It holds no buffer of positions, which a reload leaves as it is."""
+    update = [reload(weights[1]), RESET, OPENED, ask(TEXT, "text"), *SETTLE]
+    turned = [{"rpc": "turn_positions"}, *update]
+    one, other, same = (
+        generates(an_engine(steps, root, path=weights[0], **METHODS))["text"]
+        for steps in (turned, update, update)
+    )
+    assert one["tokens"] != other["tokens"] == same["tokens"]
+    assert other["num_cached_tokens"] == 0 < same["num_cached_tokens"]
+
+
 # --- an update without a reset of vLLM's own cache --------------------------------------------
 
 

@@ -13,3 +13,9 @@ class WeightMethods:
             if number and self.rank == fails_on:
                 raise RuntimeError("as the test asked")
             parameter.data.mul_(factor)
+
+    def turn_positions(self) -> None:
+        """Negate the sines of the positions: a buffer that no checkpoint has."""
+        for name, buffer in self.model_runner.get_model().named_buffers():
+            if name.endswith("cos_sin_cache"):
+                buffer[:, buffer.shape[1] // 2 :].neg_()

@@ -82,8 +82,8 @@ def note_worker(init: Any, worker: Any, vllm_config: VllmConfig, *args: Any, **m
             loaded.before[path] = checkpoint_state(path)
         except ConfigError as error:  # for the one who asks: without fskv's connector nobody does
             loaded.before[path] = str(error)
-    _loaded[:] = [each for each in _loaded if each.worker() is not None]
     _loaded.append(loaded)
+    weakref.finalize(worker, _loaded.remove, loaded)
 
 
 def _checkpoints(vllm_config: VllmConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ _CHANGES_OF_WORKERS = _CHANGES | {"apply", "sleep", "discard"}
 _CHANGES_OF_MODULES = {"load_state_dict", "apply", "_apply"}  # torch's own
 # ... and none of these.
 _READS = {"get", "compute", "check", "checksum", "compare", "supports", "save", "shutdown"}
+# Of vLLM's own methods these change parameters alone. All else may change what no checkpoint has.
+_CHANGES_OF_PARAMETERS = {"weight", "weights", "sleep"}
+_MORE = "*"  # that, among names of parameters
 # Take the pages of the KV cache away.
 _LOSE_PAGES = {"sleep", "discard"}
 
@@ -74,19 +78,21 @@ class Weights:
         # Names of parameters: of all, of those that changes may have changed, and that the last one loaded.
         self._parameters: set[str] = set()
         self._changed: set[str] = set()
+        self._added: set[str] = set()  # methods of the user's
         self._loaded: set[str] = set()
         self.before_loss: list[Callable[[], object]] = []  # what ends all use of the pages
         self._num_running = 0
         self._is_open = False  # whether the last change has not ended, or failed
         self._has_failed = False  # whether a change has, since a checkpoint told the weights
-        self._worker: Any = None
+        self._config: Any = None  # vLLM's, of the worker
+        self._worker: Callable[[], Any] = lambda: None  # weak: an engine may end before its process
         self._marks: dict[int, int] = {}  # by descriptor, each "x" that has no "." yet
         self._lock = threading.Lock()
 
     @property
     def is_steady(self) -> bool:
         """Whether no update is under way, and the last one did not fail."""
-        is_session = getattr(self._worker, "_weight_update_active", False)
+        is_session = getattr(self._worker(), "_weight_update_active", False)
         return not (self._num_running or self._is_open or is_session)
 
     def watch(self, worker: Any, owners: list[Any], mark: str | None = None) -> None:
@@ -98,11 +104,12 @@ class Weights:
         """
         if mark is not None:
             self._marks[os.open(mark, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)] = 0
-        if self._worker is not None:
+        if self._config is not None:
             return
-        self._worker = worker
-        extension = getattr(worker.vllm_config.parallel_config, "worker_extension_cls", "")
+        self._config, self._worker = worker.vllm_config, weakref.ref(worker)
+        extension = getattr(self._config.parallel_config, "worker_extension_cls", "")
         added = pkgutil.resolve_name(extension) if extension else None
+        self._added = set(dir(added))
         for owner in owners:
             if isinstance(owner, torch.nn.Module):
                 self._parameters |= dict(owner.named_parameters()).keys()
@@ -115,8 +122,11 @@ class Weights:
             with self._lock:
                 if _words(name) & _LOSE_PAGES:
                     self._lose_pages()
-                is_change = not self._num_running and self._begin(name, [*args, *kwargs.values()])
-                self._num_running += 1
+                is_inner = self._num_running > 0
+                is_change = not is_inner and self._begin(name, [*args, *kwargs.values()])
+                # Another thread may begin a change while a call that is none runs.
+                num_changes = int(is_inner or is_change)
+                self._num_running += num_changes
             is_good, before = False, None
             try:
                 if is_change and name == "reload_weights":
@@ -127,10 +137,11 @@ class Weights:
                 if before is not None and self._loaded:
                     self._name(before, lambda: self._checkpoint(*args, **kwargs))
                 elif is_change:
-                    self._changed = self._parameters
+                    self._changed = self._changed | self._parameters | self._loaded
                 is_good = True
             finally:
                 with self._lock:
+                    self._num_running -= num_changes
                     self._end(name, is_change=is_change, is_good=is_good)
             return found
 
@@ -142,12 +153,14 @@ class Weights:
             return False
         if name == "discard" and given in ([("kv_cache",)], [["kv_cache"]]):
             return False
-        config = self._worker.vllm_config
+        config = self._config
         # A name may not tell a draft's weights. A patch is added to weights that another engine may not
         # have. After the words here the weights are nothing that has a name.
         transfer = getattr(config, "weight_transfer_config", None)
         is_patch = "sparse" in str(getattr(transfer, "backend", ""))
         is_loss = _words(name) & {"sleep", "discard", "reset"}
+        if name in self._added or not _words(name) & _CHANGES_OF_PARAMETERS:
+            self._changed = self._changed | {_MORE}
         self._change(name, has_name=not (config.speculative_config or is_patch or is_loss))
         return True
 
@@ -168,9 +181,9 @@ class Weights:
             each()
 
     def _end(self, name: str, *, is_change: bool, is_good: bool) -> None:
-        self._num_running -= 1
         if not is_good:  # nobody knows the weights
-            self._changed, self._has_failed = self._parameters, True
+            self._changed = self._changed | self._parameters | self._loaded
+            self._has_failed = True
             self._change(name, has_name=False)
         elif is_change:
             self._has_failed &= not self.checkpoint
@@ -185,7 +198,7 @@ class Weights:
         self, weights_iterator: Any = None, weights_path: Any = None, *more: Any, **options: Any
     ) -> _Checkpoint | None:
         """Return what `reload_weights` loads, the engine's own checkpoint or that of a path; None: none."""
-        config = self._worker.vllm_config
+        config = self._config
         name, revision = weights_path, None
         if not name:
             name, revision = config.model_config.model, config.model_config.revision
